@@ -1,0 +1,171 @@
+"""The contract between the engine, a method and the kernels: plain pytrees and records of pure functions.
+
+Axis letters, used everywhere: R rows of a call, T new tokens, S slots, H kv heads, G query heads per kv head,
+D head size, N pages, M listed ids, P page size (tokens), L layers, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable
+from typing import Any, Literal, NamedTuple
+
+import jax
+from flax import struct
+
+Array = jax.Array
+PyTree = Any
+
+HOLE = 2**30
+"""Position stored for a row that holds no token: larger than any real position, so causal masks drop it."""
+
+
+class State(NamedTuple):
+    """What one layer keeps. Every leaf of `pages` has the page axis first, every leaf of `rows` the slot axis."""
+
+    pages: PyTree
+    rows: PyTree
+
+
+class Rows(NamedTuple):
+    """The sequences one call touches. A padding row has slot S and page ids N: gathers clamp, scatters drop.
+
+    slot i32[R]; start i32[R] logical tokens before this call; count i32[R] new tokens of this call (0: the row is idle);
+    table i32[R,M] page ids of the row's run; tokens i32[R,T] token ids.
+    """
+
+    slot: Array
+    start: Array
+    count: Array
+    table: Array
+    tokens: Array
+
+
+class Qkv(NamedTuple):
+    """Projections of one layer. q, q_raw [R,T,H,G,D]; k, v, k_raw [R,T,H,D]; raw: before RoPE (after any q/k norm)."""
+
+    q: Array
+    k: Array
+    v: Array
+    q_raw: Array
+    k_raw: Array
+
+
+class Seen(NamedTuple):
+    """What attention returns. out [R,T,H,G,D]; lse f32[R,T,H,G] (natural log); mass: for each view f32[R,H,G,C] or None.
+
+    C is the number of listed tokens (M * run). Mass is the probability a listed token received, summed over the call's
+    real queries, relative to the merged lse.
+    """
+
+    out: Array
+    lse: Array
+    mass: tuple[Array | None, ...] = ()
+
+
+@struct.dataclass
+class AttentionView:
+    """A description of what a query may read: which rows of which pool, under which mask. Nothing is gathered yet.
+
+    An entry e of `ids` names `run` consecutive tokens; sub = P // run pieces make a page. With ids [R,M] the entry means
+    page e // sub, piece e % sub, the same for all kv heads. With ids [R,H,M] it means head page e // sub (page * H + head),
+    piece e % sub. Listed token j of a row is token j % run of entry j // run. Ids out of range are clamped, never followed.
+    """
+
+    k: Array  # [N,H,P,D]
+    v: Array  # [N,H,P,Dv]
+    ids: Array  # i32[R,M] or i32[R,H,M]
+    length: Array  # i32[R] or i32[R,H]: listed tokens [first, length) count
+    first: Array | None = None  # i32[R] or i32[R,H]
+    own: Array | None = None  # i32[R]: the last `own` listed tokens are this call's, query t sees those up to its own
+    pos: Array | None = None  # i32[N,H,P] true positions; with q_pos: causal (and window) by position
+    q_pos: Array | None = None  # i32[R,T]
+    bias: Array | None = None  # f32[R,H,C] added to the logits
+    q: Array | None = None  # [R,T,H,G,D] queries to use instead of the layer's
+    run: int = struct.field(pytree_node=False, default=16)
+    scale: float | None = struct.field(pytree_node=False, default=None)  # default D ** -0.5
+    softcap: float | None = struct.field(pytree_node=False, default=None)
+    window: int | None = struct.field(pytree_node=False, default=None)  # sees positions > q_pos - window
+    mass: bool = struct.field(pytree_node=False, default=False)
+
+
+Kind = Literal["attention", "window", "mla", "shared", "recurrent"]
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSpec:
+    """What a method may know of a layer."""
+
+    index: int
+    layers: int  # layers in the model
+    heads: int  # H, kv heads
+    group: int  # G, query heads per kv head
+    head_dim: int  # D
+    dtype: Any  # of stored keys and values
+    rope: Callable[[Array, Array], Array]  # (x [..., T, *, D] broadcastable, positions) -> rotated x; see models.rope
+    kind: Kind = "attention"
+
+
+def _keep(state: State, *_: Any) -> State:
+    return state
+
+
+def _pass(state: State, qkv: Any, seen: Any, carry: Any, rows: Any) -> tuple[State, Any]:
+    return state, carry
+
+
+def _pass_layer(state: State, hidden: Any, carry: Any, rows: Any) -> tuple[State, Any, Any]:
+    return state, hidden, carry
+
+
+class Hooks(NamedTuple):
+    """One layer in one phase (prefill chunk or decode step). All functions are pure; none reads a value on the host."""
+
+    init: Callable[[int, int], State]  # (slots, pages) -> zeros, each leaf its own buffer
+    write: Callable[[State, Qkv, Rows], State]  # store the new tokens
+    before_attention: Callable[[State, Qkv, Any, Rows], tuple[tuple[AttentionView, ...], Any]]  # -> (views, carry)
+    after_attention: Callable[[State, Qkv, Seen, Any, Rows], tuple[State, Any]] = _pass
+    after_layer: Callable[[State, Array, Any, Rows], tuple[State, Array, Any]] = _pass_layer
+    after_step: Callable[[State, Rows], State] | None = None  # trims; decode: only rows that are `due` change
+
+
+class LayerMethod(NamedTuple):
+    """One layer of a method.
+
+    order "chunk": prefill writes the decode state in place; `seal` is None or (State, Rows) -> State.
+    order "layer": prefill writes a stage (prefill.init(1, pages(run)), page ids 0..), reads older turns through `history`,
+    then seal(stage, State, old Rows, new Rows) -> State stores what is kept into the new rows' slot. Old and new may name
+    the same slot.
+    """
+
+    prefill: Hooks
+    decode: Hooks
+    run: Callable[[int], int]  # max_len -> token rows a slot needs
+    stage_run: Callable[[int], int]  # max_len -> token rows of a prefill stage
+    page: int  # P
+    held: Callable[[State, Rows], Array]  # -> i32[R,H,rows] logical positions, -1 empty
+    history: Callable[[State, Qkv, Rows], tuple[AttentionView, ...]] | None = None
+    seal: Callable[..., State] | None = None
+    due: Callable[[State, Rows], Array] | None = None  # -> bool[R]: decode.after_step must run before the next token
+    truncate: Callable[[State, Rows], State] | None = None  # drop tokens at positions >= rows.start
+    replay: Hooks | None = None
+
+    def pages(self, rows: int) -> int:
+        """Pages that `rows` token rows need."""
+        return -(-rows // self.page)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """A KV-cache method: static and hashable, equal by name and arguments, which are also its fingerprint."""
+
+    name: str
+    arguments: tuple[tuple[str, Hashable], ...]
+    layer: Callable[[LayerSpec, Any], LayerMethod] = dataclasses.field(compare=False, repr=False)
+    order: Literal["chunk", "layer"] = dataclasses.field(default="chunk", compare=False)
+    growing: bool = dataclasses.field(default=False, compare=False)  # keeps every token: pages grow with the sequence
+
+    def __str__(self) -> str:
+        shown = ",".join(f"{k}={v}" for k, v in self.arguments)
+        return f"{self.name}:{shown}" if shown else self.name
