@@ -1,0 +1,58 @@
+"""Page bounds, page scores and k-best selection (Quest: Tang et al. 2024, arXiv 2406.10774).
+
+Bounds of a page are the channel-wise minimum and maximum of its real keys as stored: [N,H,D] each.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+
+from sejax.types import Array
+
+
+def append_bounds(low: Array, high: Array, k: Array, page: Array, offset: Array) -> tuple[Array, Array]:
+    """Widen the bounds of the pages that new keys fall into; a page's first token resets them.
+
+    low, high [N,H,D]; k [R,T,H,D]; page, offset i32[R,T,H] (page N: dropped).
+    """
+    head = jnp.arange(low.shape[1])
+    opened = jnp.where(offset == 0, page, low.shape[0])
+    k = k.astype(low.dtype)
+    low = low.at[opened, head].set(jnp.inf, mode="drop").at[page, head].min(k, mode="drop")
+    high = high.at[opened, head].set(-jnp.inf, mode="drop").at[page, head].max(k, mode="drop")
+    return low, high
+
+
+def page_bounds(k: Array, real: Array) -> tuple[Array, Array]:
+    """Bounds from keys laid out by page: k [...,P,D], real bool[...,P] -> two [...,D]; an empty page gets 0, 0."""
+    some = jnp.any(real, axis=-1)[..., None]
+    low = jnp.min(jnp.where(real[..., None], k, jnp.inf), axis=-2)
+    high = jnp.max(jnp.where(real[..., None], k, -jnp.inf), axis=-2)
+    return jnp.where(some, low, 0), jnp.where(some, high, 0)
+
+
+def page_scores(q: Array, low: Array, high: Array, ids: Array, count: Array) -> Array:
+    """Upper bound of any logit in each page, unscaled, the largest over the query heads of a kv head.
+
+    q [R,H,G,D]; low, high [N,H,D]; ids i32[R,M] pages; count i32[R,H] pages to score -> f32[R,H,M], -inf beyond.
+    """
+    ids = jnp.clip(ids, 0, low.shape[0] - 1)
+    up, down = jnp.maximum(q, 0), jnp.minimum(q, 0)  # sum_d max(q hi, q lo) = up . hi + down . lo
+    score = jnp.einsum("rhgd,rmhd->rhgm", up, high[ids].astype(q.dtype), preferred_element_type=jnp.float32)
+    score += jnp.einsum("rhgd,rmhd->rhgm", down, low[ids].astype(q.dtype), preferred_element_type=jnp.float32)
+    real = jnp.arange(ids.shape[1]) < count[..., None]
+    return jnp.where(real, jnp.max(score, axis=2), -jnp.inf)
+
+
+def select(scores: Array, k: int) -> Array:
+    """Indices of the k best scores, ties to the lowest index, ascending. f32[...,M] -> i32[...,k].
+
+    -inf scores are never chosen: the tail of a row with fewer candidates is M.
+    """
+    width = scores.shape[-1]
+    best, at = lax.top_k(scores, min(k, width))
+    at = jnp.sort(jnp.where(best == -jnp.inf, width, at).astype(jnp.int32), axis=-1)
+    if k > width:
+        at = jnp.pad(at, [(0, 0)] * (at.ndim - 1) + [(0, k - width)], constant_values=width)
+    return at

@@ -1,0 +1,73 @@
+"""Keep the prompt tokens that the end of the prompt looks at."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax.numpy as jnp
+
+from sejax.cache.method import check, composed
+from sejax.cache.retention import Candidates, Retention, default_slack, over_heads, pool
+from sejax.cache.storage import raw
+from sejax.types import Array, LayerSpec, Method
+
+
+def score(candidates: Candidates, sinks: int, kernel: int, pooling: str, heads: str) -> Array:
+    """Pooled window attention of each candidate, +inf for sinks and the window: Candidates -> f32[R,H,C]."""
+    assert candidates.mass is not None
+    seen = candidates.mass.max(axis=2) if heads == "shared" else candidates.mass.mean(axis=2)
+    if heads == "shared":
+        seen = over_heads(seen, "max")
+    rank = jnp.arange(seen.shape[-1], dtype=jnp.int32)
+    before_window = rank < (candidates.total - candidates.window[:, None])[..., None]
+    pooled = pool(seen, before_window, kernel, pooling)
+    return jnp.where(before_window & (rank >= sinks), pooled, jnp.inf)
+
+
+def snapkv(
+    budget: int = 4096,
+    window: int = 32,
+    kernel: int = 7,
+    pooling: Literal["avg", "max"] = "max",
+    sinks: int = 0,
+    slack: int | None = None,
+    heads: Literal["each", "shared"] = "each",
+    page: int = 16,
+) -> Method:
+    """Keep the tokens that the last queries of the prompt attend to, and those last tokens.
+
+    s_j = pool_kernel( mean over the group of sum over the last `window` queries of softmax(q K^T / sqrt(D))_j );
+    keep the budget - window best j before the window, and the window.
+
+    Family: eviction
+    Paper: Li et al. 2024, arXiv 2404.14469.
+    Differs: one set per kv head (the group's mean, before pooling) instead of one per query head. A run has `slack` rows
+        beyond the budget: decoded and later prompt tokens fill them, and the next seal or trim, scored by the latest
+        queries, comes when they are full (the paper never evicts again).
+    Keeps: budget tokens per kv head and layer after a seal, at most budget + slack.
+
+    Args:
+        budget: tokens kept per kv head and layer, window and sinks included.
+        window: observation window, queries at the end of the prompt (fewer if the prompt is shorter).
+        kernel: pooling width in tokens, odd; 1 does not pool.
+        pooling: "max" (paper's experiments) or "avg" (padding zeros counted).
+        sinks: first tokens that are always kept.
+        slack: tokens a run holds beyond its budget (default max(1024, budget / 4)); 1 seals at every turn.
+        heads: "each" kv head its own set; "shared": one set, the largest score over all heads.
+        page: tokens a page of the pool.
+    """
+    slack = default_slack(budget) if slack is None else slack
+    check(window >= 1, f"window={window}: snapkv needs at least 1 observed query; the usual value is 32")
+    check(budget > window + sinks, f"budget={budget} leaves nothing beside window={window} and sinks={sinks}; give a larger budget")
+    check(kernel >= 1 and kernel % 2 == 1, f"kernel={kernel} must be odd: an even width would shift the scores; use {kernel + 1}")
+    check(pooling in ("avg", "max"), f'pooling={pooling!r} must be "avg" or "max"')
+    check(heads in ("each", "shared"), f'heads={heads!r} must be "each" or "shared"')
+    check(sinks >= 0 and slack >= 1, f"sinks={sinks} must be >= 0 and slack={slack} >= 1")
+    arguments = dict(
+        budget=budget, window=window, kernel=kernel, pooling=pooling, sinks=sinks, slack=slack, heads=heads, page=page
+    )
+
+    def retention(spec: LayerSpec) -> Retention:
+        return Retention(budget, slack, window, lambda c: score(c, sinks, kernel, pooling, heads))
+
+    return composed("snapkv", arguments, raw(page), retention)
