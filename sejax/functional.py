@@ -168,9 +168,9 @@ def _layer_major(
             return stage, (hidden, carry)
 
         stage, (x, carries) = _scan(body, stage, (x, carries, tokens, starts, counts))
-        old = _slot_rows(cache, i, slot, start, jnp.zeros_like(count), tokens[0])
-        new = old._replace(count=count[None])
-        sealed = method.seal(stage, state, old, new)
+        new = _slot_rows(cache, i, slot, start, count, tokens[0])
+        staged = new._replace(slot=jnp.zeros(1, jnp.int32), table=table)
+        sealed = method.seal(stage, state, staged, new, new)
         x, sealed = lax.optimization_barrier((x, sealed))  # the next layer's stage comes after this one is gone
         after.append(sealed)
     return x, tuple(after)

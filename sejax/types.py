@@ -133,9 +133,10 @@ class LayerMethod(NamedTuple):
     """One layer of a method.
 
     order "chunk": prefill writes the decode state in place; `seal` is None or (State, Rows) -> State.
-    order "layer": prefill writes a stage (prefill.init(1, pages(run)), page ids 0..), reads older turns through `history`,
-    then seal(stage, State, old Rows, new Rows) -> State stores what is kept into the new rows' slot. Old and new may name
-    the same slot.
+    order "layer": prefill writes a stage (a State of prefill.init), reads older turns through `history`, then
+    seal(stage, State, staged Rows, old Rows, new Rows) -> State stores what is kept into the new rows' slot: staged names
+    the stage's rows, old the sequence as it was (slot S: nothing held), new where it goes (every rows leaf of that slot is
+    written). Old and new may name the same slot. start and count of all three: this turn's first position and tokens.
     """
 
     prefill: Hooks

@@ -136,8 +136,8 @@ class Layer:
         def due(state: State, rows: Rows) -> Array:
             return jnp.any(of_slot(state.rows["n"], rows) >= capacity, axis=-1) & (rows.slot < state.rows["n"].shape[0])
 
-        def seal(stage: State, state: State, old: Rows, new: Rows) -> State:
-            return self.seal(retention, stage, state, old, new)
+        def seal(stage: State, state: State, staged: Rows, old: Rows, new: Rows) -> State:
+            return self.seal(retention, stage, state, staged, old, new)
 
         def trim(state: State, rows: Rows) -> State:
             return self.trim(retention, state, rows, due(state, rows))
@@ -171,13 +171,12 @@ class Layer:
         joined = per_view[0] if len(per_view) == 1 else _by_rank(per_view[0], per_view[1], counts[0], total)
         return retention.score(Candidates(total, joined, window))
 
-    def seal(self, retention: Retention, stage: State, state: State, old: Rows, new: Rows) -> State:
+    def seal(self, retention: Retention, stage: State, state: State, staged: Rows, old: Rows, new: Rows) -> State:
         """Store a turn: what the rule keeps of (held rows of `old`, this turn's staged rows) becomes the run of `new`."""
         capacity = retention.budget + retention.slack
         own = dict(state.rows)
         before = of_slot(own["n"], old)
-        stage_rows = staged(stage, new)
-        fresh = jnp.broadcast_to(stage_rows.count[:, None], before.shape)
+        fresh = jnp.broadcast_to(staged.count[:, None], before.shape)
         total = before + fresh
         limit = jnp.where(before == 0, retention.budget + 1, capacity)
         must = total >= limit
@@ -185,12 +184,12 @@ class Layer:
         room = everything.shape[-1]
         everything = jnp.where(everything < total[..., None], everything, -1)
         window = jnp.minimum(self.window, new.count)
-        ring = join(own["ring"], stage.rows["ring"], old, new, self.window) if self.window else None
+        ring = join(own["ring"], of_slot(stage.rows["ring"], staged), old, new, self.window) if self.window else None
 
         def ranked() -> Array:
             views = (
                 self.everything(state, old, pos=state.pages["pos"]),
-                self.everything(stage, stage_rows, pos=stage.pages["pos"]),
+                self.everything(stage, staged, pos=stage.pages["pos"]),
             )
             scores = self.scores(retention, ring, views, (before, fresh), new, window)
             return best(scores, total, retention.budget, room)
@@ -208,7 +207,7 @@ class Layer:
 
 
         def move(leaf: Array, fresh: Array) -> Array:
-            return compact(leaf, old.table, before, keep, new.table, fresh, stage_rows.table)
+            return compact(leaf, old.table, before, keep, new.table, fresh, staged.table)
 
         pages = state.pages | jax.tree.map(move, {k: state.pages[k] for k in stage.pages}, stage.pages)
         return self.moved(pages, own, new, kept, moves)
@@ -229,14 +228,8 @@ class Layer:
 
 
 def of_slot(leaf: Array, rows: Rows) -> Array:
-    """leaf [S,...] -> [R,...]; a padding row reads some slot, its result is never stored."""
-    return leaf[jnp.clip(rows.slot, 0, leaf.shape[0] - 1)]
-
-
-def staged(stage: State, new: Rows) -> Rows:
-    """Rows of a stage (one slot, page ids 0..) for the turn that `new` describes."""
-    pages = jax.tree.leaves(stage.pages)[0].shape[0]
-    return new._replace(slot=jnp.zeros_like(new.slot), table=jnp.arange(pages, dtype=jnp.int32)[None])
+    """leaf [S,...] -> [R,...]; a padding row (slot S) reads zeros: a sequence that holds nothing yet."""
+    return leaf.at[rows.slot].get(mode="fill", fill_value=0)
 
 
 def remember(ring: Array, q: Array, rows: Rows) -> Array:
@@ -260,7 +253,7 @@ def join(ring: Array, fresh: Array, old: Rows, new: Rows, width: int) -> Array:
     index = jnp.arange(width, dtype=jnp.int32)
     pos = end - 1 - (end - 1 - index) % width  # newest position below `end` that lies at this index
     mine = (pos >= new.start[:, None]).reshape(*pos.shape, 1, 1, 1)
-    return jnp.where(mine, fresh[:1], of_slot(ring, old))
+    return jnp.where(mine, fresh, of_slot(ring, old))
 
 
 def _merge_lse(parts: list[Array]) -> Array:

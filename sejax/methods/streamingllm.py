@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from sejax.cache.compact import compact
-from sejax.cache.compose import Layer, of_slot, staged
+from sejax.cache.compose import Layer, of_slot
 from sejax.cache.method import check
 from sejax.cache.storage import Storage, raw
 from sejax.kernels import rows as kernel
@@ -165,7 +165,7 @@ class _Ring:
         at = jnp.broadcast_to(row, real.shape)
         return jnp.where(real, kernel.take(state.pages["pos"], rows.table, at), -1)
 
-    def seal(self, stage: State, state: State, old: Rows, new: Rows) -> State:
+    def seal(self, stage: State, state: State, staged: Rows, old: Rows, new: Rows) -> State:
         """What the sequence holds after this turn: staged rows where they are newer, else the old row at the same place."""
         end = new.start + new.count
         pos = self.holds(end)
@@ -174,7 +174,6 @@ class _Ring:
         keep = jnp.where((pos >= 0) & ((pos >= new.start[:, None]) | (old.slot != new.slot)[:, None]), keep, -1)
         keep = jnp.broadcast_to(keep[:, None], (keep.shape[0], self.spec.heads, self.rows))
         limit = jnp.full(keep.shape[:2], self.rows, jnp.int32)
-        table = staged(stage, new).table
-        pages = jax.tree.map(lambda a, b: compact(a, old.table, limit, keep, new.table, b, table), state.pages, stage.pages)
+        pages = jax.tree.map(lambda a, b: compact(a, old.table, limit, keep, new.table, b, staged.table), state.pages, stage.pages)
         n = jnp.broadcast_to(jnp.minimum(end, self.sinks + self.recent)[:, None], keep.shape[:2])
         return State(pages, {"n": state.rows["n"].at[new.slot].set(n, mode="drop")})
