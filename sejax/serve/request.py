@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, Protocol
 
 
 class InvalidRequest(ValueError):
@@ -46,7 +46,9 @@ class Sampling:
         number("top_p", 0, 1)
         number("min_p", 0, 1)
         number("top_k", -1, 2**31 - 1)
-        if self.max_tokens is not None and (isinstance(self.max_tokens, bool) or not isinstance(self.max_tokens, int) or self.max_tokens < 1):
+        if self.max_tokens is not None and (
+            isinstance(self.max_tokens, bool) or not isinstance(self.max_tokens, int) or self.max_tokens < 1
+        ):
             raise InvalidRequest(f"max_tokens must be a whole number of at least 1, not {self.max_tokens!r}.", "max_tokens")
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int) or not -(2**63) <= self.seed < 2**63):
             raise InvalidRequest(f"seed must be a 64-bit whole number, not {self.seed!r}.", "seed")
@@ -64,12 +66,21 @@ class Prompt:
 
 
 class Usage(NamedTuple):
-    """Token counts of one request. cached: prompt tokens whose state was reused; kept: mean rows held per layer and head."""
+    """Token counts of one request. cached: prompt tokens whose state was reused; kept: mean rows held per layer and head.
+
+    Seconds: queued from submit to the first prefill unit, prefill from there to the first token.
+    """
 
     prompt: int
     cached: int
     completion: int
     kept: float = 0.0
+    queued: float = 0.0
+    prefill: float = 0.0
+
+    def plus(self, other: Usage) -> Usage:
+        """Of two answers together."""
+        return Usage(*(a + b for a, b in zip(self, other, strict=True)))  # pyright: ignore[reportArgumentType]
 
 
 Finish = Literal["stop", "length", "cancelled", "error"]
@@ -87,3 +98,55 @@ class Delta(NamedTuple):
 
 Sink = Callable[[Delta], None]
 """Called from the engine thread, in order; must not block."""
+
+
+class Mark(NamedTuple):
+    """A session held: its text so far (rendered prompt, then the answer with its end-of-turn text) and the ids that stand for it."""
+
+    text: str
+    ids: tuple[int, ...]
+
+
+class Stats(NamedTuple):
+    """A snapshot of the engine. Gauges first, then counters since the start."""
+
+    running: int = 0
+    waiting: int = 0
+    parked: int = 0  # sessions that wait for their next turn
+    slots: int = 0
+    kv_bytes: int = 0  # device bytes of the cache, used or not
+    rows_held: int = 0  # token rows kept, mean over layers and heads, summed over slots
+    rows_capacity: int = 0  # token rows the cache can keep, the same way
+    tokens_held: int = 0  # logical tokens those rows stand for
+    step_age: float = 0.0  # seconds since the step loop last moved
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # of those, reused
+    generated_tokens: int = 0
+    evicted_tokens: int = 0
+    preemptions: int = 0
+    rejected: int = 0  # refused because the queue was full
+    compiles: int = 0
+    compile_seconds: float = 0.0
+    finished: Mapping[str, int] = {}  # requests by finish reason
+
+
+class EngineLike(Protocol):
+    """What the HTTP front end needs of an engine. Every method may be called from any thread and returns at once."""
+
+    name: str
+    max_len: int
+
+    @property
+    def model(self) -> Any: ...
+    @property
+    def method(self) -> Any: ...
+    @property
+    def ready(self) -> bool: ...
+    @property
+    def failure(self) -> str | None: ...
+    def submit(self, prompt: Prompt, sampling: Sampling, sink: Sink) -> int: ...
+    def cancel(self, id: int) -> None: ...
+    def marks(self) -> tuple[Mark, ...]: ...
+    def stats(self) -> Stats: ...
+    def start(self) -> None: ...  # may take long (compiles): called in a thread of its own
+    def close(self, drain: float = 10.0) -> None: ...

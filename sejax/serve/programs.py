@@ -1,0 +1,301 @@
+"""Every program the engine runs, compiled before the first request. With sejax/functional.py the only place of jax.jit.
+
+Cache state is donated: a program takes the buffers and hands them back. A prefill unit's hidden state is not: the host waits
+on it to bound how far it runs ahead. Layers whose lowered text is equal share a program.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sejax import step
+from sejax.models import Model, decoder
+from sejax.serve import live as live_rows
+from sejax.serve.live import Live
+from sejax.types import Array, LayerMethod, LayerSpec, Method, Rows, State
+
+
+class Sizes(NamedTuple):
+    """Static sizes. slots: S, spares included; pages: N a layer (None: each slot has its whole run); rows: largest batch."""
+
+    slots: int
+    rows: int
+    max_len: int
+    pages: int | None
+    stages: tuple[int, ...]  # token rows of each prefill stage, empty for methods that prefill in place
+    chunks: tuple[int, ...]  # prefill buckets, ascending
+
+
+class Job(NamedTuple):
+    """Scalars of one prefill unit, i32 or bool. slot: the sequence so far (S: none); stage: the stage's slot, or `slot`."""
+
+    stage: Any
+    slot: Any
+    start: Any
+    count: Any
+    fresh: Any  # first unit of this turn in this layer: forget what the stage (or a new sequence's slot) held
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The layers of one engine: what the program bodies close over."""
+
+    model: Model
+    method: Method
+    sizes: Sizes
+
+    @property
+    def layers(self) -> tuple[tuple[LayerSpec, LayerMethod], ...]:
+        return step.layers_of(self.model.config, str(self.model.dtype), self.method)
+
+    def width(self, method: LayerMethod) -> int:
+        """M of the layer's table."""
+        return method.pages(method.run(self.sizes.max_len))
+
+    def pool(self, method: LayerMethod) -> int:
+        """N of the layer."""
+        return self.sizes.pages or self.sizes.slots * self.width(method)
+
+    def stage_table(self, method: LayerMethod) -> tuple[int, list[list[int]]]:
+        """Pages of the stage pool and each stage's page ids, padded with an id out of range."""
+        widths = [method.pages(rows) for rows in self.sizes.stages]
+        total, table, at = sum(widths), [], 0
+        for width in widths:
+            table.append([*range(at, at + width), *[total] * (max(widths) - width)])
+            at += width
+        return total, table
+
+
+def _decode(plan: Plan, layer_table: tuple[int, ...], params: Any, states: Any, tables: Any, live: Live, slot: Array) -> Any:
+    rows = live_rows.of_slots(live, slot)
+    count = ((rows.left > 0) & ~rows.due).astype(jnp.int32)
+    per_layer = tuple(tables[i] for i in layer_table)
+    logits, states = step.decode(params, plan.model.config, plan.layers, states, per_layer, slot, rows.length, count, rows.last)
+    token, after = live_rows.choose(logits, rows, count)
+    after = after._replace(length=rows.length + count)
+    flags = step.due(plan.layers, states, per_layer, Rows(slot, rows.length, count, slot[:, None], slot[:, None]))
+    due = jnp.zeros_like(rows.due) if flags is None else flags & (slot < plan.sizes.slots)
+    live = live_rows.store(live, slot, after._replace(due=due))
+    return states, live, jnp.stack([jnp.where(count > 0, token, -1), due.astype(jnp.int32)])
+
+
+def _trim(plan: Plan, layer_table: tuple[int, ...], states: Any, tables: Any, live: Live, slot: Array) -> Any:
+    rows = live_rows.of_slots(live, slot)
+    per_layer = tuple(tables[i] for i in layer_table)
+    given = Rows(slot, rows.length, jnp.zeros_like(slot), slot[:, None], slot[:, None])
+    states = step.trim(plan.layers, states, per_layer, given)
+    return states, live._replace(due=live.due.at[slot].set(False, mode="drop"))
+
+
+def _forget(state: State, slot: Array, fresh: Array) -> State:
+    """Zero the slot's row leaves where `fresh`."""
+    wipe = lambda leaf: leaf.at[slot].set(jnp.where(fresh, jnp.zeros_like(leaf[0]), leaf[jnp.clip(slot, 0, leaf.shape[0] - 1)]), mode="drop")  # noqa: E731, E501
+    return State(state.pages, jax.tree.map(wipe, state.rows))
+
+
+def _one(job: Job, slot: Array, table: Array, tokens: Array, state: State) -> Rows:
+    return step.rows_of(table, slot[None], job.start[None], job.count[None], tokens, step.pool_pages(state))
+
+
+def _chunk_unit(plan: Plan, index: int, weights: Any, state: State, table: Array, x: Array, carry: Any, tokens: Array, job: Job) -> Any:
+    """One chunk through one layer, in place."""
+    spec, method = plan.layers[index]
+    state = _forget(state, job.slot, job.fresh)
+    rows = _one(job, job.slot, table, tokens, state)
+    x, state, carry = step.run_layer(weights, plan.model.config, spec, method.prefill, state, x, carry, rows)
+    return state, x, carry
+
+
+def _stage_unit(
+    plan: Plan, index: int, weights: Any, stage: State, x: Array, carry: Any, state: State, table: Array, tokens: Array, job: Job
+) -> Any:
+    """One chunk through one layer's stage; the sequence's older tokens are only read."""
+    spec, method = plan.layers[index]
+    stage = _forget(stage, job.stage, job.fresh)
+    rows = _one(job, job.stage, jnp.asarray(plan.stage_table(method)[1], jnp.int32), tokens, stage)
+    old = _one(job, job.slot, table, tokens, state)
+    assert method.history is not None
+    history = lambda qkv: method.history(state, qkv, old)  # type: ignore[misc]  # noqa: E731
+    x, stage, carry = step.run_layer(weights, plan.model.config, spec, method.prefill, stage, x, carry, rows, history)
+    return stage, x, carry
+
+
+def _seal(plan: Plan, index: int, state: State, stage: State, table: Array, job: Job, target: Array) -> State:
+    """Store a staged turn in slot `target`."""
+    _, method = plan.layers[index]
+    tokens = jnp.zeros((1, 1), jnp.int32)
+    staged = _one(job, job.stage, jnp.asarray(plan.stage_table(method)[1], jnp.int32), tokens, stage)
+    old, new = _one(job, job.slot, table, tokens, state), _one(job, target, table, tokens, state)
+    assert method.seal is not None
+    return method.seal(stage, state, staged, old, new)
+
+
+def _seal_in_place(plan: Plan, index: int, state: State, table: Array, job: Job) -> State:
+    _, method = plan.layers[index]
+    assert method.seal is not None
+    return method.seal(state, _one(job, job.slot, table, jnp.zeros((1, 1), jnp.int32), state))
+
+
+def _truncate(plan: Plan, layer_table: tuple[int, ...], states: Any, tables: Any, slot: Array, length: Array) -> Any:
+    after = []
+    for (_, method), state, i in zip(plan.layers, states, layer_table, strict=True):
+        rows = step.rows_of(tables[i], slot[None], length[None], jnp.zeros(1, jnp.int32), slot[None, None], step.pool_pages(state))
+        after.append(method.truncate(state, rows) if method.truncate else state)
+    return tuple(after)
+
+
+def _begin(plan: Plan, params: Any, live: Live, x: Array, at: Array, slot: Array, record: Live) -> Any:
+    """A prompt's end: sample the first token from hidden state x[:, at] and let the slot decode."""
+    hidden = lax.dynamic_index_in_dim(x, at, axis=1, keepdims=False)
+    logits = decoder.head(params, plan.model.config, hidden)
+    rows = jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], record)
+    token, rows = live_rows.choose(logits, rows, jnp.ones(1, jnp.int32))
+    return live_rows.store(live, slot[None], rows), token
+
+
+def _set_live(live: Live, slot: Array, record: Live) -> Live:
+    return jax.tree.map(lambda leaf, new: leaf.at[slot].set(new, mode="drop"), live, record)
+
+
+def _set_table(table: Array, slot: Array, entries: Array) -> Array:
+    return table.at[slot].set(entries, mode="drop")
+
+
+def _held(counts: Any, slot: Array) -> Array:
+    """Mean rows a slot holds over layers and heads, f32."""
+    return jnp.mean(jnp.stack([jnp.mean(n.at[slot].get(mode="fill", fill_value=0).astype(jnp.float32)) for n in counts]))
+
+
+def _take(state: State, table: Array, slot: Array) -> Any:
+    return jax.tree.map(lambda leaf: leaf[table[slot]], state.pages), jax.tree.map(lambda leaf: leaf[slot], state.rows)
+
+
+def _put(state: State, table: Array, slot: Array, session: Any) -> State:
+    pages = jax.tree.map(lambda leaf, new: leaf.at[table[slot]].set(new, mode="drop"), state.pages, session[0])
+    rows = jax.tree.map(lambda leaf, new: leaf.at[slot].set(new, mode="drop"), state.rows, session[1])
+    return State(pages, rows)
+
+
+def _shape(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), tree)
+
+
+class Programs:
+    """Compiled programs by name, and how often and how long anything was compiled."""
+
+    def __init__(self, plan: Plan, layer_table: tuple[int, ...]):
+        self.plan, self.layer_table = plan, layer_table
+        self.compiles, self.seconds = 0, 0.0
+        self.groups: list[int] = []  # layer -> first layer with the same program
+        self._run: dict[tuple[str, int, int], Any] = {}
+
+    def __call__(self, name: str, *arguments: Any, layer: int = 0, bucket: int = 0) -> Any:
+        return self._run[name, self.groups[layer] if layer else 0, bucket](*arguments)
+
+    def rows_bucket(self, rows: int) -> int:
+        """The smallest batch bucket that holds `rows`."""
+        return min(b for b in self.row_buckets() if b >= rows)
+
+    def row_buckets(self) -> list[int]:
+        """1, 2, 4, ... and the largest batch."""
+        largest = self.plan.sizes.rows
+        return sorted({*(1 << i for i in range(largest.bit_length()) if 1 << i <= largest), largest})
+
+    def warm(self, states: Any, stage: Any, tables: Any, live: Live, progress: Callable[[int, int], None] | None = None) -> None:
+        """Compile everything for these buffers. progress(done, total) is called after each program."""
+        began = time.perf_counter()
+        waiting = self._layer_programs(states, stage, tables) + self._whole_programs(states, tables, live)
+        with ThreadPoolExecutor(2) as pool:
+            for done, (key, compiled) in enumerate(pool.map(lambda item: (item[0], item[1].compile()), waiting), 1):
+                self._run[key] = compiled
+                self.compiles += 1
+                if progress:
+                    progress(done, len(waiting))
+        self.seconds += time.perf_counter() - began
+
+    def _layer_programs(self, states: Any, stage: Any, tables: Any) -> list[tuple[tuple[str, int, int], Any]]:
+        """Prefill units and seals: lowered for every layer at the smallest bucket, for others once a group."""
+        plan, found, first = self.plan, [], {}
+        params, scalar = _shape(plan.model.params), jax.ShapeDtypeStruct((), jnp.int32)
+        job = Job(scalar, scalar, scalar, scalar, jax.ShapeDtypeStruct((), jnp.bool_))
+        carry: Any = None
+        for index, (_, method) in enumerate(plan.layers):
+            state, table = _shape(states[index]), _shape(tables[self.layer_table[index]])
+
+            def unit(chunk: int, index: int = index, state: Any = state, table: Any = table, carry: Any = carry) -> Any:
+                hidden = plan.model.config.hidden_size
+                x, tokens = jax.ShapeDtypeStruct((1, chunk, hidden), plan.model.dtype), jax.ShapeDtypeStruct((1, chunk), jnp.int32)
+                if stage is None:
+                    f = jax.jit(_bind(_chunk_unit, plan, index), donate_argnums=1)
+                    return f.lower(params["layers"][index], state, table, x, carry, tokens, job)
+                f = jax.jit(_bind(_stage_unit, plan, index), donate_argnums=1)
+                return f.lower(params["layers"][index], _shape(stage), x, carry, state, table, tokens, job)
+
+            smallest = unit(plan.sizes.chunks[0])
+            carry = smallest.out_info[2]
+            seal = None
+            if stage is not None:
+                f = jax.jit(_bind(_seal, plan, index), donate_argnums=0)
+                seal = f.lower(state, _shape(stage), table, job, scalar)
+            elif method.seal:
+                seal = jax.jit(_bind(_seal_in_place, plan, index), donate_argnums=0).lower(state, table, job)
+            text = smallest.as_text() + (seal.as_text() if seal else "")
+            group = first.setdefault(hashlib.sha256(text.encode()).digest(), index)
+            self.groups.append(group)
+            if group != index:
+                continue
+            found.append((("unit", index, plan.sizes.chunks[0]), smallest))
+            found += [(("unit", index, chunk), unit(chunk)) for chunk in plan.sizes.chunks[1:]]
+            if seal is not None:
+                found.append((("seal", index, 0), seal))
+            found.append((("take", index, 0), jax.jit(_take).lower(state, table, scalar)))
+            moved = _shape(jax.eval_shape(_take, state, table, scalar))
+            found.append((("put", index, 0), jax.jit(_put, donate_argnums=0).lower(state, table, scalar, moved)))
+        return found
+
+    def _whole_programs(self, states: Any, tables: Any, live: Live) -> list[tuple[tuple[str, int, int], Any]]:
+        """Programs over all layers, and the small ones."""
+        plan, scalar = self.plan, jax.ShapeDtypeStruct((), jnp.int32)
+        params, states_, tables_, live_ = _shape(plan.model.params), _shape(states), _shape(tables), _shape(live)
+        outer = {k: v for k, v in params.items() if k != "layers"}
+        one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), live_)
+        trims = any(method.decode.after_step for _, method in plan.layers)
+        found: list[tuple[tuple[str, int, int], Any]] = []
+        for bucket in self.row_buckets():
+            slot = jax.ShapeDtypeStruct((bucket,), jnp.int32)
+            f = jax.jit(_bind(_decode, plan, self.layer_table), donate_argnums=(1, 3))
+            found.append((("decode", 0, bucket), f.lower(params, states_, tables_, live_, slot)))
+        if trims:
+            slot = jax.ShapeDtypeStruct((1,), jnp.int32)
+            f = jax.jit(_bind(_trim, plan, self.layer_table), donate_argnums=(0, 2))
+            found.append((("trim", 0, 0), f.lower(states_, tables_, live_, slot)))
+        if any(method.truncate for _, method in plan.layers):
+            f = jax.jit(_bind(_truncate, plan, self.layer_table), donate_argnums=0)
+            found.append((("truncate", 0, 0), f.lower(states_, tables_, scalar, scalar)))
+        for chunk in plan.sizes.chunks:
+            tokens = jax.ShapeDtypeStruct((1, chunk), jnp.int32)
+            x = jax.ShapeDtypeStruct((1, chunk, plan.model.config.hidden_size), plan.model.dtype)
+            embed = jax.jit(lambda outer, tokens: decoder.embed(outer, plan.model.config, tokens))
+            found.append((("embed", 0, chunk), embed.lower(outer, tokens)))
+            f = jax.jit(_bind(_begin, plan), donate_argnums=1)
+            found.append((("begin", 0, chunk), f.lower(outer, live_, x, scalar, scalar, one)))
+        found.append((("set_live", 0, 0), jax.jit(_set_live, donate_argnums=0).lower(live_, scalar, one)))
+        for i, table in enumerate(tables_):
+            entries = jax.ShapeDtypeStruct(table.shape[1:], jnp.int32)
+            found.append((("set_table", 0, i), jax.jit(_set_table, donate_argnums=0).lower(table, scalar, entries)))
+        found.append((("held", 0, 0), jax.jit(_held).lower([s.rows["n"] for s in states_], scalar)))
+        return found
+
+
+def _bind(f: Callable[..., Any], *static: Any) -> Callable[..., Any]:
+    """f with its first, static arguments filled in."""
+    return lambda *arguments: f(*static, *arguments)
