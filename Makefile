@@ -3,10 +3,11 @@
 VENV := .venv
 BIN := $(VENV)/bin
 
-# The first Python >= 3.12 that can make environments; candidates are run, because a pyenv shim may exist and still fail.
+# The first Python >= 3.12 that can make environments; candidates are run, because a pyenv shim may exist
+# and still fail; inside an environment the interpreter below it counts.
 find_python = for p in python3.12 python3.13 python3.14 python3 "$$(pyenv root 2>/dev/null)"/versions/*/bin/python3 \
 	"$$HOME"/.pyenv/versions/*/bin/python3 /usr/local/bin/python3 /opt/*/bin/python3; do \
-	"$$p" -c 'import sys, venv, ensurepip; print(sys.executable); sys.exit(sys.version_info < (3, 12))' 2>/dev/null && break; done | tail -n 1
+	"$$p" -c 'import os, sys, venv, ensurepip; sys.exit(1) if sys.version_info < (3, 12) else print(os.path.realpath(sys._base_executable))' 2>/dev/null && break; done
 PYTHON ?= $(shell $(find_python))
 
 # The environment is made anew when what it was made from changes.
@@ -50,4 +51,4 @@ format: $(STAMP) ## rewrites the sources in the one format
 	@$(BIN)/ruff format .
 
 clean: ## removes the environment and caches
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build

@@ -45,14 +45,13 @@ class Config:
 
 def parse(given: Mapping[str, Any], where: str, generation: Mapping[str, Any] | None = None) -> Config:
     """Config from the contents of config.json (and generation_config.json); `where` is the file named in errors."""
-    names = given.get("architectures") or [f"(none; model_type {given.get('model_type')!r})"]
-    family = families.by("architecture", names[0], where)
 
-    def need(key: str) -> int:
-        if given.get(key) is None:
+    def need(key: str) -> Any:
+        if not given.get(key):
             raise ValueError(f"{where}: {key!r} is missing")
-        return int(given[key])
+        return given[key]
 
+    family = families.by("architecture", need("architectures")[0], where)
     heads, hidden, longest = need("num_attention_heads"), need("hidden_size"), int(given.get("max_position_embeddings") or 2048)
     kv_heads = int(given.get("num_key_value_heads") or heads)
     if heads % kv_heads:

@@ -45,13 +45,14 @@ def find(source: str | pathlib.Path) -> pathlib.Path:
         return path
     if path.is_file():
         raise ValueError(f"{path}: not a model; give a directory with config.json, or a .gguf file")
-    from .pull import resolve  # here, so that reading a local model needs none of the downloading code
+    from .pull import resolve, suggestion  # here, so that reading a local model needs none of the downloading code
 
     if (found := resolve(str(source))) is not None:
         return found
     if path.suffix != ".gguf" and re.fullmatch(r"[\w.-]+/[\w.-]+", str(source)):
         return _download(str(source))
-    raise ValueError(f"model {str(source)!r} is not a directory, a .gguf file, a demo model's name or a Hugging Face repo id")
+    what = f"model {str(source)!r} is not a directory, a .gguf file, a demo model's name or a Hugging Face repo id"
+    raise ValueError(f"{what}. {suggestion(str(source))}")
 
 
 def _download(repo: str) -> pathlib.Path:

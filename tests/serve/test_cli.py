@@ -2,6 +2,8 @@
 
 import io
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -12,7 +14,7 @@ from tests.serve.fake import FakeEngine
 @pytest.fixture
 def engine(monkeypatch):
     made = FakeEngine()
-    monkeypatch.setattr(console, "engine_of", lambda args: made)
+    monkeypatch.setattr(console, "engine_of", lambda args, rows=None: made)
     yield made
     made.close(0.0)
 
@@ -134,3 +136,12 @@ def test_a_wrong_method_is_told_before_the_model_is_loaded(capsys, spec):
 def test_an_engine_that_dies_is_told(engine, capsys):
     engine.crash = "out of memory"
     assert "out of memory" in run(capsys, "generate", "x", code=2)
+
+
+def test_pull_lists(capsys):
+    assert "smollm2-135m: SmolLM2 135M Instruct" in run(capsys, "pull")
+
+
+def test_help_needs_no_jax():
+    code = "import sys; from sejax.serve import cli; cli.parser().format_help(); sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,52 @@
+"""Which kernel serves an op: the card's where the program is for an NVIDIA GPU and the shapes are covered, else the reference.
+
+The reference wears a decorator, `@dispatch.attend` and so on; it stays reachable as `op.reference`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+
+from sejax.kernels import gpu_attend, gpu_mass, gpu_pages, gpu_prefill
+from sejax.kernels.launch import on_gpu
+from sejax.types import Array, AttentionView
+
+LONG = 128  # new tokens from which cuDNN on copied keys beats the split kernel
+FLOATS = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+
+
+def _covers(q: Array, view: AttentionView) -> bool:
+    """16- or 32-bit queries, known pools under 2^31 elements (offsets are 32-bit), heads that fit a tile."""
+    sizes = max(q.shape[-1], view.v.shape[-1]) <= 256
+    pools = all(pool.dtype.name in FLOATS and pool.size < 2**31 for pool in (view.k, view.v))
+    return sizes and pools and q.dtype.name in FLOATS[:3] and q.size > 0 and view.ids.size > 0
+
+
+def _attend(q: Array, view: AttentionView) -> tuple[Array, Array]:
+    chunk = q.shape[1] >= LONG and gpu_prefill.fits(q if view.q is None else view.q, view)
+    return (gpu_prefill if chunk else gpu_attend).attend(q, view)
+
+
+def _scored(q: Array, low: Array, high: Array, ids: Array, count: Array) -> bool:
+    return q.shape[2] <= 16 and q.shape[3] <= 256 and low.size < 2**31 and ids.size > 0 and q.dtype.name in FLOATS[:3]
+
+
+def _on_card(fast: Callable[..., Any], covers: Callable[..., bool]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def wrap(reference: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(reference)
+        def op(*args: Any) -> Any:
+            return (fast if on_gpu() and covers(*args) else reference)(*args)
+
+        op.reference = reference  # type: ignore[attr-defined]
+        return op
+
+    return wrap
+
+
+attend = _on_card(_attend, _covers)
+mass = _on_card(gpu_mass.mass, lambda q, view, lse, real: _covers(q, view))
+page_scores = _on_card(gpu_pages.page_scores, _scored)
+select = _on_card(gpu_pages.select, gpu_pages.selects)

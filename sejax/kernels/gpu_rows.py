@@ -1,0 +1,135 @@
+"""Writing tokens into paged leaves in place: several leaves in one launch, and Quest's bounds as keys arrive.
+
+XLA needs a locate, a scatter and their fusions for each leaf of each layer; a decode step of a sparse method feels them.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from sejax.kernels.launch import launch, load, pow2, store
+from sejax.types import Array
+
+
+def _wide(x: Array, width: int) -> tuple[Array, Array]:
+    """Row index x i32[B] and lane, both [B, width]."""
+    shape = (x.shape[0], width)
+    return jnp.broadcast_to(x[:, None], shape), jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None, :], shape)
+
+
+def _put(table: Any, row: Any, *refs: Any, count: int, block: int) -> None:
+    values, outs = refs[:count], refs[2 * count :]
+    pages, heads, page = outs[0].shape[:3]
+    pair = pl.program_id(0)
+    h, r = lax.rem(pair, heads), lax.div(pair, heads)
+    b = pl.program_id(1) * block + jnp.arange(block, dtype=jnp.int32)
+    real = b < row.shape[1]
+    at = load(row, r, b, h, mask=real, other=-1)
+    entry, offset = lax.div(at, page), lax.rem(at, page)
+    inside = real & (at >= 0) & (entry < table.shape[1])
+    target = load(table, r, entry, mask=inside, other=-1)
+    inside &= (target >= 0) & (target < pages)
+    target = jnp.where(inside, target, pages)  # idle lanes name no page: no two lanes share a row
+    for value, out in zip(values, outs, strict=True):
+        if len(out.shape) == 3:
+            store(out, target, h, offset, value=load(value, r, b, h, mask=inside, other=0).astype(out.dtype), mask=inside)
+            continue
+        width = pow2(out.shape[3])
+        at_b, d = _wide(b, width)
+        mask = jnp.broadcast_to(inside[:, None], d.shape) & (d < out.shape[3])
+        new = load(value, r, at_b, h, d, mask=mask, other=jnp.zeros((), value.dtype)).astype(out.dtype)
+        store(out, _wide(target, width)[0], h, _wide(offset, width)[0], d, value=new, mask=mask)
+
+
+def put(leaves: tuple[Array, ...], table: Array, row: Array, values: tuple[Array, ...]) -> tuple[Array, ...]:
+    """Store values [R,B,H] or [R,B,H,D] of each leaf [N,H,P] or [N,H,P,D] at rows i32[R,B,H]; negative rows are dropped.
+
+    Rows of one sequence are distinct. Leaves are updated in place where their buffers may be reused.
+    """
+    rows, new, heads = row.shape
+    block = min(16, pow2(new))
+    count = len(leaves)
+    kernel = functools.partial(_put, count=count, block=block)
+    shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+    aliases = {2 + count + i: i for i in range(count)}
+    grid = (rows * heads, -(-new // block))
+    return tuple(
+        launch(kernel, grid, shapes, [table, row, *values, *leaves], name="put_rows", warps=1 if new == 1 else 4, aliases=aliases)
+    )
+
+
+def puts(leaves: tuple[Array, ...], table: Array, row: Array, values: tuple[Array, ...]) -> bool:
+    """Whether `put` covers it: token rows of at most one axis, floats cast among 16 and 32 bits, offsets in 32 bits."""
+    plain = ("float32", "bfloat16", "float16")
+
+    def fine(leaf: Array, value: Array) -> bool:
+        same = leaf.dtype == value.dtype or (leaf.dtype.name in plain and value.dtype.name in plain)
+        return same and leaf.ndim in (3, 4) and value.ndim == leaf.ndim and leaf.size < 2**31 and leaf.dtype != jnp.bool_
+
+    return row.size > 0 and table.size > 0 and all(fine(a, b) for a, b in zip(leaves, values, strict=True))
+
+
+def _bounds(k: Any, page: Any, offset: Any, low_in: Any, high_in: Any, low: Any, high: Any, *, block: int) -> None:
+    pages, heads, size = low.shape
+    new = k.shape[1]
+    pair = pl.program_id(0)
+    h, r = lax.rem(pair, heads), lax.div(pair, heads)
+    t = pl.program_id(1) * block + jnp.arange(block, dtype=jnp.int32)
+    mine = load(page, r, t, h, mask=t < new, other=pages)
+    before = load(page, r, jnp.maximum(t - 1, 0), h, mask=(t > 0) & (t < new), other=-1)
+    leads = (mine >= 0) & (mine < pages) & (before != mine)
+    fresh = load(offset, r, t, h, mask=leads, other=0) == 0
+    width = pow2(size)
+    at_t, d = _wide(t, width)
+
+    def same(i: Array) -> Array:
+        return leads & (load(page, r, jnp.minimum(t + i, new - 1), h, mask=t + i < new, other=-1) == mine)
+
+    def more(state: tuple[Array, Array, Array]) -> Array:
+        return jnp.sum(same(state[0]).astype(jnp.int32)) > 0
+
+    def widen(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        i, least, most = state
+        mask = jnp.broadcast_to(same(i)[:, None], d.shape) & (d < size)
+        key = load(k, r, jnp.minimum(at_t + i, new - 1), h, d, mask=mask, other=jnp.zeros((), k.dtype))
+        key = key.astype(low.dtype).astype(jnp.float32)
+        return i + 1, jnp.where(mask, jnp.minimum(least, key), least), jnp.where(mask, jnp.maximum(most, key), most)
+
+    mask = jnp.broadcast_to(leads[:, None], d.shape) & (d < size)
+    spot = (_wide(jnp.where(leads, mine, pages), width)[0], h, d)  # idle lanes name no page: no two lanes share one
+    old = mask & ~jnp.broadcast_to(fresh[:, None], d.shape)
+    least = jnp.where(old, load(low_in, *spot, mask=old, other=jnp.zeros((), low.dtype)).astype(jnp.float32), jnp.inf)
+    most = jnp.where(old, load(high_in, *spot, mask=old, other=jnp.zeros((), low.dtype)).astype(jnp.float32), -jnp.inf)
+    if new == 1:
+        _, least, most = widen((jnp.int32(0), least, most))
+    else:
+        _, least, most = lax.while_loop(more, widen, (jnp.int32(0), least, most))
+    store(low, *spot, value=least.astype(low.dtype), mask=mask)
+    store(high, *spot, value=most.astype(high.dtype), mask=mask)
+
+
+def append_bounds(low: Array, high: Array, k: Array, page: Array, offset: Array) -> tuple[Array, Array]:
+    """Widen the bounds of the pages new keys fall into; a page's first token resets them. See `kernels.pages`.
+
+    low, high [N,H,D]; k [R,T,H,D]; page, offset i32[R,T,H] (page N: dropped); a page's tokens are neighbours in T.
+    """
+    rows, new, heads = page.shape
+    block = min(16, pow2(new))
+    shapes = [jax.ShapeDtypeStruct(low.shape, low.dtype), jax.ShapeDtypeStruct(high.shape, high.dtype)]
+    grid = (rows * heads, -(-new // block))
+    kernel = functools.partial(_bounds, block=block)
+    args = [k, page, offset, low, high]
+    low, high = launch(kernel, grid, shapes, args, name="append_bounds", warps=1 if new == 1 else 4, aliases={3: 0, 4: 1})
+    return low, high
+
+
+def bounded(low: Array, high: Array, k: Array, page: Array, offset: Array) -> bool:
+    """Whether `append_bounds` covers it: 16- and 32-bit floats, offsets in 32 bits."""
+    plain = ("float32", "bfloat16", "float16")
+    return page.size > 0 and low.size < 2**31 and {low.dtype.name, high.dtype.name, k.dtype.name} <= set(plain)

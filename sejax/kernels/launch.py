@@ -1,0 +1,79 @@
+"""The one door to Pallas: every kernel is started here, so that the day its Triton lowering goes, one file changes.
+
+On a machine without an NVIDIA GPU (or an abstract one, for lowering tests) the same kernel runs interpreted.
+Kernel bodies see whole arrays, never blocks: they index every axis by arrays and mask what they must not touch.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from sejax.types import Array
+
+warnings.filterwarnings("ignore", message=".*Pallas Triton backend.*")
+
+FAR = -1e30
+"""Start of a running maximum: finite, so that no -inf - -inf arises."""
+
+
+def on_gpu() -> bool:
+    """Whether programs traced now are for an NVIDIA GPU."""
+    return plgpu.is_gpu_device()
+
+
+def launch(
+    kernel: Callable[..., None],
+    grid: tuple[int, ...],
+    outs: Sequence[jax.ShapeDtypeStruct],
+    args: Sequence[Array],
+    *,
+    name: str,
+    warps: int = 4,
+    stages: int = 2,
+    aliases: dict[int, int] | None = None,
+) -> list[Array]:
+    """Run `kernel(*arg_refs, *out_refs)` over a static grid. `aliases` maps an argument to the output that reuses it."""
+    return pl.pallas_call(
+        kernel,
+        grid=grid,
+        out_shape=list(outs),
+        input_output_aliases=aliases or {},
+        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
+        interpret=not on_gpu(),
+        name=name,
+    )(*args)
+
+
+def load(ref: Any, *index: Any, mask: Array | None = None, other: Any = None) -> Array:
+    """Masked read of `ref[index]`, all indices arrays or scalars."""
+    return plgpu.load(ref.at[index], mask=mask, other=other)
+
+
+def store(ref: Any, *index: Any, value: Array, mask: Array | None = None) -> None:
+    """Masked write of `ref[index]`."""
+    plgpu.store(ref.at[index], value, mask=mask)
+
+
+def dot(a: Array, b: Array, *, trans_b: bool = False) -> Array:
+    """a @ b (or a @ b.T) in fp32: 16-bit operands are exact, fp32 ones take three TF32 products on a GPU."""
+    precise = a.dtype == jnp.float32 and on_gpu()
+    return lax.dot_general(
+        a,
+        b,
+        (((1,), (1 if trans_b else 0,)), ((), ())),
+        precision=lax.DotAlgorithmPreset.TF32_TF32_F32_X3 if precise else None,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def pow2(n: int) -> int:
+    """The smallest power of two >= n."""
+    return 1 << max(0, n - 1).bit_length()

@@ -1,0 +1,144 @@
+"""A Llama-like transformer in float64 numpy, one sequence, no cache tricks: the oracles' model.
+
+Each layer's attention is a `Layer` from another file here: it sees the new tokens' projections and answers with their attention.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class New(NamedTuple):
+    """Tokens that arrive together. q, q_raw [T,H,G,D]; k, v, k_raw [T,H,D]; raw: before RoPE; pos [T]."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    q_raw: np.ndarray
+    k_raw: np.ndarray
+    pos: np.ndarray
+
+
+def softmax(x: np.ndarray, axis: int = -1) -> np.ndarray:
+    e = np.exp(x - x.max(axis, keepdims=True))
+    return e / e.sum(axis, keepdims=True)
+
+
+def rope(x: np.ndarray, pos: Any, base: float = 10000.0) -> np.ndarray:
+    """Half-split rotation of x [...,D] by pos, which broadcasts against x's leading axes."""
+    half = x.shape[-1] // 2
+    angle = np.asarray(pos, np.float64)[..., None] * base ** (-np.arange(half) / half)
+    a, b = x[..., :half], x[..., half:]
+    return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], -1)
+
+
+class Layer:
+    """Keeps and reads everything; methods override `seal`, `trim`, `read`.
+
+    q, k, v: by position, of every token ever seen; kept: for each kv head the ascending positions still held.
+    """
+
+    def __init__(self, index: int, layers: int, heads: int, **arguments: Any) -> None:
+        self.index, self.layers, self.heads = index, layers, heads
+        self.__dict__.update(arguments)
+        self.q, self.k, self.v, self.q_raw = {}, {}, {}, {}
+        self.kept: list[list[int]] = [[] for _ in range(heads)]
+
+    def prompt(self, new: New) -> np.ndarray:
+        self.add(new)
+        out = self.read_prompt(new)
+        self.seal(new)
+        return out
+
+    def token(self, new: New) -> np.ndarray:
+        self.add(new)
+        out = self.read(new)
+        self.trim(new)
+        return out
+
+    def add(self, new: New) -> None:
+        for i, p in enumerate(new.pos.tolist()):
+            self.q[p], self.k[p], self.v[p], self.q_raw[p] = new.q[i], new.k[i], new.v[i], new.q_raw[i]
+            for held in self.kept:
+                held.append(p)
+
+    def weights(self, head: int, query: np.ndarray, at: int, positions: list[int]) -> np.ndarray:
+        """Softmax of query [G,D] at position `at` over `positions`, 0 for those after it -> [G,C]."""
+        keys = np.stack([self.k[p][head] for p in positions])
+        logits = query @ keys.T / np.sqrt(query.shape[-1])
+        return softmax(np.where(np.asarray(positions) <= at, logits, -np.inf))
+
+    def output(self, head: int, query: np.ndarray, at: int, positions: list[int]) -> np.ndarray:
+        return self.weights(head, query, at, positions) @ np.stack([self.v[p][head] for p in positions])
+
+    def read(self, new: New) -> np.ndarray:
+        """Attention of the new tokens over what is held -> [T,H,G,D]."""
+        return np.stack([[self.output(h, new.q[t, h], p, self.kept[h]) for h in range(self.heads)] for t, p in enumerate(new.pos.tolist())])
+
+    def read_prompt(self, new: New) -> np.ndarray:
+        return Layer.read(self, new)
+
+    def seal(self, new: New) -> None:
+        """After a prompt."""
+
+    def trim(self, new: New) -> None:
+        """After a decoded token."""
+
+
+class Evicting(Layer):
+    """Keeps the `budget` best of what it holds once that exceeds budget (first turn) or reaches budget + slack."""
+
+    budget: int
+    slack: int
+    window: int = 0
+
+    def seal(self, new: New) -> None:
+        first = new.pos[0] == 0
+        self.evict(min(self.window, len(new.pos)), self.budget + 1 if first else self.budget + self.slack)
+
+    def trim(self, new: New) -> None:
+        self.evict(self.window, self.budget + self.slack)
+
+    def evict(self, window: int, limit: int) -> None:
+        scores = [self.score(h, window) for h in range(self.heads)]
+        for h, score in enumerate(self.joined(scores)):
+            if len(self.kept[h]) >= limit:
+                best = np.argsort(-score, kind="stable")[: self.budget]
+                self.kept[h] = [self.kept[h][i] for i in sorted(best.tolist())]
+
+    def joined(self, scores: list[np.ndarray]) -> list[np.ndarray]:
+        return scores
+
+    def score(self, head: int, window: int) -> np.ndarray:
+        """One score for each held position of a head; inf: kept in any case."""
+        raise NotImplementedError
+
+
+def rms(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
+
+
+class Transformer:
+    """params, config of a sejax model without biases; layers: one `Layer` each."""
+
+    def __init__(self, params: dict[str, Any], config: Any, layers: list[Layer]) -> None:
+        cast = lambda x: np.asarray(x, np.float64)  # noqa: E731
+        self.embed, self.norm, self.config, self.layers, self.length = cast(params["embed"]), cast(params["norm"]), config, layers, 0
+        self.weights = [{k: cast(v) for k, v in p.items()} for p in params["layers"]]
+
+    def run(self, tokens: list[int], prompt: bool) -> np.ndarray:
+        """Logits [T,V] of one turn's prompt, or of one decoded token."""
+        c, x = self.config, self.embed[np.asarray(tokens)]
+        pos = self.length + np.arange(len(tokens))
+        for p, layer in zip(self.weights, self.layers, strict=True):
+            h = rms(x, p["attn_norm"], c.norm_eps)
+            q_raw = (h @ p["q"].T).reshape(len(tokens), c.kv_heads, c.group, c.head_dim)
+            k_raw, v = ((h @ p[n].T).reshape(len(tokens), c.kv_heads, c.head_dim) for n in "kv")
+            new = New(rope(q_raw, pos[:, None, None]), rope(k_raw, pos[:, None]), v, q_raw, k_raw, pos)
+            out = layer.prompt(new) if prompt else layer.token(new)
+            x = x + out.reshape(len(tokens), -1) @ p["o"].T
+            h = rms(x, p["mlp_norm"], c.norm_eps)
+            gate = h @ p["gate"].T
+            x = x + (gate / (1 + np.exp(-gate)) * (h @ p["up"].T)) @ p["down"].T
+        self.length += len(tokens)
+        return rms(x, self.norm, c.norm_eps) @ self.embed.T
