@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
 
@@ -76,10 +77,18 @@ def _check(model: Model, method: Method, cache: Cache) -> None:
         raise ValueError(f"the cache was made for {cache.method}, not for {method} with this model; make one with sejax.init")
 
 
+def _slot(cache: Cache, slot: Any) -> Array:
+    """i32 slot number; a traced one out of range becomes S, which nothing is stored into."""
+    if isinstance(slot, (int, np.integer)) and not 0 <= slot < cache.slots:
+        raise ValueError(f"slot={slot} is not one of the cache's slots 0..{cache.slots - 1}")
+    slot = jnp.asarray(slot, jnp.int32)
+    return jnp.where((slot >= 0) & (slot < cache.slots), slot, cache.slots)
+
+
 @functools.partial(jax.jit, static_argnames=("method", "chunk"))
 def _prefill(model: Model, method: Method, cache: Cache, tokens: Array, slot: Array, length: Array, chunk: int) -> tuple[Array, Cache]:
     start = cache.length[slot]
-    fits = (start + length <= cache.max_len) & (slot >= 0) & (slot < cache.slots)
+    fits = (start + length <= cache.max_len) & (slot < cache.slots)
     count = jnp.where(fits, length, 0)
     chunks = -(-tokens.shape[0] // chunk)
     padded = jnp.pad(tokens.astype(jnp.int32), (0, chunks * chunk - tokens.shape[0])).reshape(chunks, 1, chunk)
@@ -109,7 +118,7 @@ def prefill(
         raise ValueError(f"tokens must be i32[T] with T >= 1, not of shape {tokens.shape}; pass one sequence at a time")
     length = tokens.shape[0] if length is None else length
     length = jnp.minimum(jnp.asarray(length, jnp.int32), tokens.shape[0])
-    return _prefill(model, method, cache, tokens, jnp.asarray(slot, jnp.int32), length, min(chunk, tokens.shape[0]))
+    return _prefill(model, method, cache, tokens, _slot(cache, slot), length, min(chunk, tokens.shape[0]))
 
 
 def _slot_rows(cache: Cache, layer: int, slot: Array, start: Array, count: Array, tokens: Array) -> Rows:
@@ -208,7 +217,7 @@ def decode(model: Model, method: Method, cache: Cache, tokens: Array, slots: Arr
 
 def take(cache: Cache, slot: Any) -> Session:
     """A copy of what a slot holds. slot: i32, may be traced."""
-    slot = jnp.asarray(slot, jnp.int32)
+    slot = _slot(cache, slot)
     pages = tuple(
         jax.tree.map(lambda leaf, t=table: leaf[t[slot]], state.pages)
         for state, table in zip(cache.states, cache.layer_tables, strict=True)
@@ -221,9 +230,10 @@ def put(cache: Cache, slot: Any, session: Session) -> Cache:
     """Fill a slot with a session; what was there is gone. Raises ValueError if it belongs to another method or model."""
     if session.method != cache.method or session.config != cache.config:
         raise ValueError(f"the session was made with {session.method}, the cache holds {cache.method}; use the same method and model")
-    slot, states = jnp.asarray(slot, jnp.int32), []
+    slot, states = _slot(cache, slot), []
     for i, (state, table) in enumerate(zip(cache.states, cache.layer_tables, strict=True)):
-        pages = jax.tree.map(lambda leaf, new, t=table: leaf.at[t[slot]].set(new, mode="drop"), state.pages, session.pages[i])
+        ids = table.at[slot].get(mode="fill", fill_value=step.pool_pages(state))
+        pages = jax.tree.map(lambda leaf, new, ids=ids: leaf.at[ids].set(new, mode="drop"), state.pages, session.pages[i])
         rows = jax.tree.map(lambda leaf, new: leaf.at[slot].set(new, mode="drop"), state.rows, session.rows[i])
         states.append(State(pages, rows))
     return cache.replace(states=tuple(states), length=cache.length.at[slot].set(session.length, mode="drop"))
@@ -231,7 +241,7 @@ def put(cache: Cache, slot: Any, session: Session) -> Cache:
 
 def clear(cache: Cache, slot: Any) -> Cache:
     """A slot starts anew. Page leaves stay as they are: nothing reads a row that does not count."""
-    slot = jnp.asarray(slot, jnp.int32)
+    slot = _slot(cache, slot)
     states = tuple(
         State(state.pages, jax.tree.map(lambda leaf: leaf.at[slot].set(jnp.zeros_like(leaf[0]), mode="drop"), state.rows))
         for state in cache.states
@@ -241,7 +251,7 @@ def clear(cache: Cache, slot: Any) -> Cache:
 
 def kept(cache: Cache, slot: Any) -> list[Array]:
     """Logical positions a slot still holds: one i32[H, capacity] a layer, ascending, -1 (at the end) where empty."""
-    slot = jnp.asarray(slot, jnp.int32)
+    slot = _slot(cache, slot)
     one, zero = slot[None], jnp.zeros(1, jnp.int32)
     found = []
     for i, (_, method) in enumerate(cache.layers):

@@ -107,7 +107,8 @@ class Device:
 
     def begin(self, x: Array, bucket: int, at: int, slot: int, record: Live) -> Array:
         """Sample a prompt's first token from hidden state x[:, at] and let `slot` decode: -> i32[1]."""
-        self.live, token = self.programs("begin", self.outer, self.live, x, np.int32(at), np.int32(slot), record, bucket=bucket)
+        hidden = self.programs("last", x, np.int32(at), bucket=bucket)
+        self.live, token = self.programs("begin", self.outer, self.live, hidden, np.int32(slot), record)
         token.copy_to_host_async()
         return token
 

@@ -153,9 +153,13 @@ def _truncate(plan: Plan, layer_table: tuple[int, ...], states: Any, tables: Any
     return tuple(after)
 
 
-def _begin(plan: Plan, params: Any, live: Live, x: Array, at: Array, slot: Array, record: Live) -> Any:
-    """A prompt's end: sample the first token from hidden state x[:, at] and let the slot decode."""
-    hidden = lax.dynamic_index_in_dim(x, at, axis=1, keepdims=False)
+def _last(x: Array, at: Array) -> Array:
+    """x[:, at]: [1,C,E] -> [1,E]."""
+    return lax.dynamic_index_in_dim(x, at, axis=1, keepdims=False)
+
+
+def _begin(plan: Plan, params: Any, live: Live, hidden: Array, slot: Array, record: Live) -> Any:
+    """A prompt's end: sample the first token from hidden state [1,E] and let the slot decode."""
     logits = decoder.head(params, plan.model.config, hidden)
     rows = jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], record)
     token, rows = live_rows.choose(logits, rows, jnp.ones(1, jnp.int32))
@@ -286,8 +290,10 @@ class Programs:
             x = jax.ShapeDtypeStruct((1, chunk, plan.model.config.hidden_size), plan.model.dtype)
             embed = jax.jit(lambda outer, tokens: decoder.embed(outer, plan.model.config, tokens))
             found.append((("embed", 0, chunk), embed.lower(outer, tokens)))
-            f = jax.jit(_bind(_begin, plan), donate_argnums=1)
-            found.append((("begin", 0, chunk), f.lower(outer, live_, x, scalar, scalar, one)))
+            found.append((("last", 0, chunk), jax.jit(_last).lower(x, scalar)))
+        hidden = jax.ShapeDtypeStruct((1, plan.model.config.hidden_size), plan.model.dtype)
+        begin = jax.jit(_bind(_begin, plan), donate_argnums=1)
+        found.append((("begin", 0, 0), begin.lower(outer, live_, hidden, scalar, one)))
         found.append((("set_live", 0, 0), jax.jit(_set_live, donate_argnums=0).lower(live_, scalar, one)))
         for i, table in enumerate(tables_):
             entries = jax.ShapeDtypeStruct(table.shape[1:], jnp.int32)
