@@ -19,8 +19,7 @@ from sejax.models import Config, Model, decoder
 from sejax.types import Array, LayerMethod, LayerSpec, Method, Rows, State
 
 
-@struct.dataclass
-class Cache:
+class Cache(struct.PyTreeNode):
     """Sessions in slots. states: one a layer; tables: i32[S,M] for each distinct M; length i32[S] logical tokens.
 
     method, config, max_len, slots, dtype are static. A cache is a value: functions return a new one.
@@ -46,8 +45,7 @@ class Cache:
         return tuple(by_width[method.pages(method.run(self.max_len))] for _, method in self.layers)
 
 
-@struct.dataclass
-class Session:
+class Session(struct.PyTreeNode):
     """What one slot holds: a pytree that `put` accepts into any slot of a cache with the same method, model and max_len."""
 
     pages: tuple[Any, ...]  # one a layer: leaves [M,...]

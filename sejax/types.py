@@ -63,8 +63,7 @@ class Seen(NamedTuple):
     mass: tuple[Array | None, ...] = ()
 
 
-@struct.dataclass
-class AttentionView:
+class AttentionView(struct.PyTreeNode):
     """A description of what a query may read: which rows of which pool, under which mask. Nothing is gathered yet.
 
     An entry e of `ids` names `run` consecutive tokens; sub = P // run pieces make a page. With ids [R,M] the entry means

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 from sejax.cache.compose import compose
@@ -14,7 +14,7 @@ from sejax.types import LayerMethod, LayerSpec, Method
 
 def composed(
     name: str,
-    arguments: dict[str, Hashable],
+    arguments: Mapping[str, Hashable],
     storage: Storage,
     retention: Callable[[LayerSpec], Retention] | None = None,
     selection: Callable[[LayerSpec], Selection | None] | None = None,

@@ -132,7 +132,7 @@ class Engine:
         self.close(0.0)
 
     def _build(self) -> Core:
-        lanes = {0: self.max_len} | ({1: SHORT_LANE} if SHORT_LANE < self.max_len else {})
+        lanes = {0: self.max_len} | ({1: SHORT_LANE} if self.max_len > SHORT_LANE else {})
         staged = self.method.order == "layer"
         pages = None
         if self.method.growing:
@@ -160,7 +160,9 @@ class Engine:
         limit = self.limit(prompt, sampling)
         stop_ids = tuple(dict.fromkeys((*sampling.stop_ids, *(() if sampling.ignore_eos else self._eos_ids()))))
         if len(stop_ids) > STOPS:
-            raise InvalidRequest(f"stop_token_ids: at most {STOPS - len(self._eos_ids())} ids, not {len(sampling.stop_ids)}.", "stop_token_ids")
+            raise InvalidRequest(
+                f"stop_token_ids: at most {STOPS - len(self._eos_ids())} ids, not {len(sampling.stop_ids)}.", "stop_token_ids"
+            )
         if len(sampling.force_tokens) > FORCED:
             raise InvalidRequest(f"force_tokens: at most {FORCED} ids.", "force_tokens")
         if self._failure or self._closing is not None or self._core is None:

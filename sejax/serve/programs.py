@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +23,9 @@ from sejax.models import Model, decoder
 from sejax.serve import live as live_rows
 from sejax.serve.live import Live
 from sejax.types import Array, LayerMethod, LayerSpec, Method, Rows, State
+
+
+Key = tuple[str, int, int]  # program, layer group, bucket
 
 
 class Sizes(NamedTuple):
@@ -98,7 +102,11 @@ def _trim(plan: Plan, layer_table: tuple[int, ...], states: Any, tables: Any, li
 
 def _forget(state: State, slot: Array, fresh: Array) -> State:
     """Zero the slot's row leaves where `fresh`."""
-    wipe = lambda leaf: leaf.at[slot].set(jnp.where(fresh, jnp.zeros_like(leaf[0]), leaf[jnp.clip(slot, 0, leaf.shape[0] - 1)]), mode="drop")  # noqa: E731, E501
+
+    def wipe(leaf: Array) -> Array:
+        row = leaf.at[slot].get(mode="fill", fill_value=0)
+        return leaf.at[slot].set(jnp.where(fresh, jnp.zeros_like(row), row), mode="drop")
+
     return State(state.pages, jax.tree.map(wipe, state.rows))
 
 
@@ -200,7 +208,7 @@ class Programs:
         self.plan, self.layer_table = plan, layer_table
         self.compiles, self.seconds = 0, 0.0
         self.groups: list[int] = []  # layer -> first layer with the same program
-        self._run: dict[tuple[str, int, int], Any] = {}
+        self._run: dict[Key, Any] = {}
 
     def __call__(self, name: str, *arguments: Any, layer: int = 0, bucket: int = 0) -> Any:
         return self._run[name, self.groups[layer] if layer else 0, bucket](*arguments)
@@ -215,20 +223,28 @@ class Programs:
         return sorted({*(1 << i for i in range(largest.bit_length()) if 1 << i <= largest), largest})
 
     def warm(self, states: Any, stage: Any, tables: Any, live: Live, progress: Callable[[int, int], None] | None = None) -> None:
-        """Compile everything for these buffers. progress(done, total) is called after each program."""
+        """Compile everything for these buffers: threads compile (without the interpreter's lock) while this one lowers.
+
+        progress(done, known so far) is called as programs become ready.
+        """
         began = time.perf_counter()
-        waiting = self._layer_programs(states, stage, tables) + self._whole_programs(states, tables, live)
+        lowered = itertools.chain(self._whole_programs(states, tables, live), self._layer_programs(states, stage, tables))
         with ThreadPoolExecutor(2) as pool:
-            for done, (key, compiled) in enumerate(pool.map(lambda item: (item[0], item[1].compile()), waiting), 1):
-                self._run[key] = compiled
+            waiting = {}
+            for key, program in lowered:
+                waiting[pool.submit(program.compile)] = key
+                if progress:
+                    progress(sum(f.done() for f in waiting), len(waiting))
+            for done, future in enumerate(as_completed(waiting), 1):
+                self._run[waiting[future]] = future.result()
                 self.compiles += 1
                 if progress:
                     progress(done, len(waiting))
         self.seconds += time.perf_counter() - began
 
-    def _layer_programs(self, states: Any, stage: Any, tables: Any) -> list[tuple[tuple[str, int, int], Any]]:
+    def _layer_programs(self, states: Any, stage: Any, tables: Any) -> Iterator[tuple[Key, Any]]:
         """Prefill units and seals: lowered for every layer at the smallest bucket, for others once a group."""
-        plan, found, first = self.plan, [], {}
+        plan, first = self.plan, {}
         params, scalar = _shape(plan.model.params), jax.ShapeDtypeStruct((), jnp.int32)
         job = Job(scalar, scalar, scalar, scalar, jax.ShapeDtypeStruct((), jnp.bool_))
         carry: Any = None
@@ -257,49 +273,48 @@ class Programs:
             self.groups.append(group)
             if group != index:
                 continue
-            found.append((("unit", index, plan.sizes.chunks[0]), smallest))
-            found += [(("unit", index, chunk), unit(chunk)) for chunk in plan.sizes.chunks[1:]]
+            yield ("unit", index, plan.sizes.chunks[0]), smallest
+            for chunk in plan.sizes.chunks[1:]:
+                yield ("unit", index, chunk), unit(chunk)
             if seal is not None:
-                found.append((("seal", index, 0), seal))
-            found.append((("take", index, 0), jax.jit(_take).lower(state, table, scalar)))
-            moved = _shape(jax.eval_shape(_take, state, table, scalar))
-            found.append((("put", index, 0), jax.jit(_put, donate_argnums=0).lower(state, table, scalar, moved)))
-        return found
+                yield ("seal", index, 0), seal
+            if plan.sizes.pages is not None:  # only sequences that grow are ever paused
+                yield ("take", index, 0), jax.jit(_take).lower(state, table, scalar)
+                moved = _shape(jax.eval_shape(_take, state, table, scalar))
+                yield ("put", index, 0), jax.jit(_put, donate_argnums=0).lower(state, table, scalar, moved)
 
-    def _whole_programs(self, states: Any, tables: Any, live: Live) -> list[tuple[tuple[str, int, int], Any]]:
+    def _whole_programs(self, states: Any, tables: Any, live: Live) -> Iterator[tuple[Key, Any]]:
         """Programs over all layers, and the small ones."""
         plan, scalar = self.plan, jax.ShapeDtypeStruct((), jnp.int32)
         params, states_, tables_, live_ = _shape(plan.model.params), _shape(states), _shape(tables), _shape(live)
         outer = {k: v for k, v in params.items() if k != "layers"}
         one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), live_)
         trims = any(method.decode.after_step for _, method in plan.layers)
-        found: list[tuple[tuple[str, int, int], Any]] = []
         for bucket in self.row_buckets():
             slot = jax.ShapeDtypeStruct((bucket,), jnp.int32)
             f = jax.jit(_bind(_decode, plan, self.layer_table), donate_argnums=(1, 3))
-            found.append((("decode", 0, bucket), f.lower(params, states_, tables_, live_, slot)))
+            yield ("decode", 0, bucket), f.lower(params, states_, tables_, live_, slot)
         if trims:
             slot = jax.ShapeDtypeStruct((1,), jnp.int32)
             f = jax.jit(_bind(_trim, plan, self.layer_table), donate_argnums=(0, 2))
-            found.append((("trim", 0, 0), f.lower(states_, tables_, live_, slot)))
+            yield ("trim", 0, 0), f.lower(states_, tables_, live_, slot)
         if any(method.truncate for _, method in plan.layers):
             f = jax.jit(_bind(_truncate, plan, self.layer_table), donate_argnums=0)
-            found.append((("truncate", 0, 0), f.lower(states_, tables_, scalar, scalar)))
+            yield ("truncate", 0, 0), f.lower(states_, tables_, scalar, scalar)
         for chunk in plan.sizes.chunks:
             tokens = jax.ShapeDtypeStruct((1, chunk), jnp.int32)
             x = jax.ShapeDtypeStruct((1, chunk, plan.model.config.hidden_size), plan.model.dtype)
             embed = jax.jit(lambda outer, tokens: decoder.embed(outer, plan.model.config, tokens))
-            found.append((("embed", 0, chunk), embed.lower(outer, tokens)))
-            found.append((("last", 0, chunk), jax.jit(_last).lower(x, scalar)))
+            yield ("embed", 0, chunk), embed.lower(outer, tokens)
+            yield ("last", 0, chunk), jax.jit(_last).lower(x, scalar)
         hidden = jax.ShapeDtypeStruct((1, plan.model.config.hidden_size), plan.model.dtype)
         begin = jax.jit(_bind(_begin, plan), donate_argnums=1)
-        found.append((("begin", 0, 0), begin.lower(outer, live_, hidden, scalar, one)))
-        found.append((("set_live", 0, 0), jax.jit(_set_live, donate_argnums=0).lower(live_, scalar, one)))
+        yield ("begin", 0, 0), begin.lower(outer, live_, hidden, scalar, one)
+        yield ("set_live", 0, 0), jax.jit(_set_live, donate_argnums=0).lower(live_, scalar, one)
         for i, table in enumerate(tables_):
             entries = jax.ShapeDtypeStruct(table.shape[1:], jnp.int32)
-            found.append((("set_table", 0, i), jax.jit(_set_table, donate_argnums=0).lower(table, scalar, entries)))
-        found.append((("held", 0, 0), jax.jit(_held).lower([s.rows["n"] for s in states_], scalar)))
-        return found
+            yield ("set_table", 0, i), jax.jit(_set_table, donate_argnums=0).lower(table, scalar, entries)
+        yield ("held", 0, 0), jax.jit(_held).lower([s.rows["n"] for s in states_], scalar)
 
 
 def _bind(f: Callable[..., Any], *static: Any) -> Callable[..., Any]:

@@ -69,7 +69,5 @@ class Request:
         """The last delta."""
         now = time.monotonic()
         started = self.started or now
-        usage = Usage(
-            len(self.prompt.ids), self.cached, len(self.out), kept, started - self.arrived, (self.first or now) - started
-        )
+        usage = Usage(len(self.prompt.ids), self.cached, len(self.out), kept, started - self.arrived, (self.first or now) - started)
         self.sink(Delta("", (), finish, usage, error))
