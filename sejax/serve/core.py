@@ -18,6 +18,7 @@ from sejax.serve.device import Device
 from sejax.serve.live import record
 from sejax.serve.pages import Pages
 from sejax.serve.request import Finish, Mark
+from sejax.serve.sampling import GREEDY_BELOW
 from sejax.serve.schedule import Parked, Room, Waiting, admit
 from sejax.serve.sequence import Request, Session
 
@@ -204,7 +205,7 @@ class Core:
         if not ready:
             return False
         slots = [r.session.slot for r in ready if r.session]
-        out = self.device.decode(slots)
+        out = self.device.decode(slots, all(r.sampling.temperature < GREEDY_BELOW for r in ready))
         for request in ready:
             request.launched += 1
             request.flying += 1

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sejax.kernels.launch import on_gpu
 from sejax.models import Model
 from sejax.serve import live as live_rows
 from sejax.serve.live import Live
@@ -112,13 +113,14 @@ class Device:
         token.copy_to_host_async()
         return token
 
-    def decode(self, slots: list[int]) -> Array:
-        """One step for these slots: -> i32[2,B], tokens (-1: the row did not take part) and due flags."""
+    def decode(self, slots: list[int], greedy: bool = False) -> Array:
+        """One step for these slots, all of them greedy or not: -> i32[2,B], tokens (-1: no part in it) and due flags."""
         bucket = self.programs.rows_bucket(len(slots))
         padded = np.full(bucket, self.sizes.slots, np.int32)
         padded[: len(slots)] = slots
+        name = "decode_greedy" if greedy and on_gpu() else "decode"
         states, self.live, out = self.programs(
-            "decode", self.model.params, tuple(self.states), tuple(self.tables), self.live, padded, bucket=bucket
+            name, self.model.params, tuple(self.states), tuple(self.tables), self.live, padded, bucket=bucket
         )
         self.states = list(states)
         out.copy_to_host_async()

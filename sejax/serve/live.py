@@ -49,11 +49,15 @@ def of_slots(live: Live, slot: Array) -> Live:
     return jax.tree.map(lambda leaf: leaf.at[slot].get(mode="fill", fill_value=0), live)
 
 
-def choose(logits: Array, rows: Live, count: Array) -> tuple[Array, Live]:
-    """Sample one token for each row of `rows` and step their counters: f32[R,V], count i32[R] -> (i32[R], rows)."""
+def choose(logits: Array, rows: Live, count: Array, greedy: bool = False) -> tuple[Array, Live]:
+    """Sample one token for each row of `rows` and step their counters: f32[R,V], count i32[R] -> (i32[R], rows).
+
+    greedy: every row is known to take the arg-max (ties: lowest id).
+    """
     step = rows.choice.step
     forced = jnp.take_along_axis(rows.forced, jnp.minimum(step, FORCED - 1)[:, None], axis=1)[:, 0]
-    token = jnp.where((step < FORCED) & (forced >= 0), forced, sample(logits, rows.choice))
+    chosen = jnp.argmax(logits, -1).astype(jnp.int32) if greedy else sample(logits, rows.choice)
+    token = jnp.where((step < FORCED) & (forced >= 0), forced, chosen)
     stopped = jnp.any(token[:, None] == rows.stop, axis=1)
     left = jnp.where(stopped, 0, rows.left - 1)
     real = count > 0

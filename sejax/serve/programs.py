@@ -19,13 +19,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from sejax import step
+from sejax.kernels.launch import on_gpu
 from sejax.models import Model, decoder
 from sejax.serve import live as live_rows
 from sejax.serve.live import Live
 from sejax.types import Array, LayerMethod, LayerSpec, Method, Rows, State
 
-
 Key = tuple[str, int, int]  # program, layer group, bucket
+
+
+DECODES = {True: {"decode": False, "decode_greedy": True}, False: {"decode": False}}
+"""Decode programs and whether they only take arg-maxes, by whether a GPU runs them: on a CPU one program branches."""
 
 
 class Sizes(NamedTuple):
@@ -79,12 +83,12 @@ class Plan:
         return total, table
 
 
-def _decode(plan: Plan, layer_table: tuple[int, ...], params: Any, states: Any, tables: Any, live: Live, slot: Array) -> Any:
+def _decode(plan: Plan, layer_table: tuple[int, ...], greedy: bool, params: Any, states: Any, tables: Any, live: Live, slot: Array) -> Any:
     rows = live_rows.of_slots(live, slot)
     count = ((rows.left > 0) & ~rows.due).astype(jnp.int32)
     per_layer = tuple(tables[i] for i in layer_table)
     logits, states = step.decode(params, plan.model.config, plan.layers, states, per_layer, slot, rows.length, count, rows.last)
-    token, after = live_rows.choose(logits, rows, count)
+    token, after = live_rows.choose(logits, rows, count, greedy)
     after = after._replace(length=rows.length + count)
     flags = step.due(plan.layers, states, per_layer, Rows(slot, rows.length, count, slot[:, None], slot[:, None]))
     due = jnp.zeros_like(rows.due) if flags is None else flags & (slot < plan.sizes.slots)
@@ -292,8 +296,9 @@ class Programs:
         trims = any(method.decode.after_step for _, method in plan.layers)
         for bucket in self.row_buckets():
             slot = jax.ShapeDtypeStruct((bucket,), jnp.int32)
-            f = jax.jit(_bind(_decode, plan, self.layer_table), donate_argnums=(1, 3))
-            yield ("decode", 0, bucket), f.lower(params, states_, tables_, live_, slot)
+            for name, greedy in DECODES[on_gpu()].items():
+                f = jax.jit(_bind(_decode, plan, self.layer_table, greedy), donate_argnums=(1, 3))
+                yield (name, 0, bucket), f.lower(params, states_, tables_, live_, slot)
         if trims:
             slot = jax.ShapeDtypeStruct((1,), jnp.int32)
             f = jax.jit(_bind(_trim, plan, self.layer_table), donate_argnums=(0, 2))

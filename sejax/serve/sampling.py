@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sejax.kernels.launch import on_gpu
 from sejax.serve.request import Sampling
 
 GREEDY_BELOW = 1e-5
@@ -64,6 +65,8 @@ def sample(logits: jax.Array, choice: Choice) -> jax.Array:
         keep = keep(z) & (z >= jnp.log(choice.min_p)[:, None])
         return jnp.where(greedy, best, _drawn(jnp.where(keep, jnp.exp(z), 0), choice))
 
+    if on_gpu():  # a branch would make the host wait for its predicate: all-greedy batches have a program of their own
+        return draw(lambda z: _kept(z, choice))
     branches = (lambda: best, lambda: draw(jnp.isfinite), lambda: draw(lambda z: _kept(z, choice)))
     return jax.lax.switch(need, branches)
 
