@@ -16,13 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.kernels import full, looped, scores_given
+from bench.kernels import decoding, full, looped, rotating, scores_given
 from bench.timing import read_bandwidth, seconds
 from sejax.kernels import gpu_attend, gpu_mass, gpu_pages, gpu_prefill
 from sejax.kernels.shapes import DECODE, Listing
 
 Program = Callable[..., Any]
 LOOPS = 20
+MASS = [(64, 16, 4, 5), (64, 32, 4, 5), (64, 16, 8, 5), (64, 32, 8, 5), (64, 16, 4, 7), (64, 16, 8, 3), (128, 16, 8, 5)]
 
 
 def race(title: str, make: Callable[..., Program], configs: Iterable[tuple[Any, ...]], given: Any, calls: int, floor: float) -> None:
@@ -48,26 +49,15 @@ def race(title: str, make: Callable[..., Program], configs: Iterable[tuple[Any, 
 
 
 def decode(read: float) -> None:
-    grid = [
-        (block, stages, warps, programs, least)
-        for block, stages, warps, programs, least in itertools.product((32, 64, 128), (3, 5, 7), (2, 4, 8), (132, 264, 396, 528), (1,))
-        if block * ((stages - 1) // 2) <= 256 and not (block == 32 and stages == 3)
-    ]
+    grid = [(block, programs, longest) for block, programs in ((64, 396), (64, 264), (128, 132)) for longest in (8, 16, 32, 128)]
     for name, shape in DECODE.items():
-        moved = 2 * shape.rows * shape.heads * shape.entries * shape.run * shape.size * 2
-        q, views = full(shape, tables=max(1, int(4e8 // moved)))
+        q, views = rotating(shape)
 
-        def make(block: int, stages: int, warps: int, programs: int, least: int) -> Program:
-            tune = gpu_attend.Tuning(block, programs, least, warps, stages)
+        def make(block: int, programs: int, longest: int) -> Program:
+            tune = gpu_attend.Tuning(block, 16, programs, longest, 2 if block == 64 else 4, 5)
+            return decoding(functools.partial(gpu_attend.attend, tune=tune), 5)
 
-            def program(q: jax.Array, views: Any) -> jax.Array:
-                for i in range(4):
-                    q = gpu_attend.attend(q, views[i % len(views)], tune)[0]
-                return q
-
-            return program
-
-        race(f"decode {name}", make, grid, (q, views), 4, moved / read)
+        race(f"decode {name}", make, grid, (q, views), 40, 2 * shape.rows * shape.heads * shape.entries * shape.run * shape.size * 2 / read)
 
 
 def scores(read: float) -> None:
@@ -77,7 +67,7 @@ def scores(read: float) -> None:
         def make(block: int, steps: int, stages: int, warps: int) -> Program:
             return looped(functools.partial(gpu_pages.page_scores, block=block, steps=steps, warps=warps, stages=stages), LOOPS)
 
-        grid = [(32, 4), (32, 16), (64, 2), (64, 4), (64, 8), (128, 2), (128, 4)]
+        grid = [(64, 4), (64, 8), (64, 16), (128, 2), (128, 4), (128, 8)]
         grid = [(*x, stages, warps) for x in grid for stages in (3, 5) for warps in (2, 4)]
         grid += [(block, 1, 1, warps) for block in (32, 64, 128) for warps in (2, 4)]
         race(f"scores r{rows} p{width}", make, grid, (given,), 6 * (LOOPS + 1), 2 * rows * width * 256 / read)
@@ -88,9 +78,9 @@ def select(read: float) -> None:
         given = [(jax.random.normal(jax.random.key(i), (rows, width)),) for i in range(6)]
 
         def make(warps: int, wide: int, k: int = k) -> Program:
-            return looped(lambda s: gpu_pages.select(s, k, warps=warps, wide=wide), LOOPS)
+            return looped(lambda s: gpu_pages.select(s, k, warps=warps, piece=wide), LOOPS)
 
-        grid = itertools.product((4, 8, 16), (2048, 8192)) if width > 2048 else itertools.product((4, 8, 16), (8192,))
+        grid = itertools.product((4, 8), (2048, 8192)) if width > 8192 else itertools.product((4, 8, 16), (8192,))
         race(f"select r{rows} p{width}", make, grid, (given,), 6 * (LOOPS + 1), rows * width * 4 / read)
 
 
@@ -100,11 +90,12 @@ def mass(read: float) -> None:
     lse = jax.random.normal(jax.random.key(3), q.shape[:-1]) + 12
     real = jnp.ones(q.shape[:2], bool)
 
-    def make(block: int, warps: int, stages: int) -> Program:
-        return lambda q, views, lse: [gpu_mass.mass(q * (1 + i), views[i % 2], lse, real, block, warps, stages) for i in range(4)]
+    def make(*tune: int) -> Program:
+        run = looped(functools.partial(gpu_mass.mass, tune=gpu_mass.Tuning(*tune)), 5)
+        return lambda q, views, lse: run([(q, view, lse, real) for view in views])
 
     floor = 8 * 131072 * (128 * 2 + 4 * 4) / read
-    race("mass w64 128K", make, [(64, 4, 1), (64, 4, 2), (128, 4, 1), (128, 4, 2), (128, 8, 1), (128, 8, 2), (256, 8, 1)], (q, views, lse), 4, floor)
+    race("mass w64 128K", make, MASS, (q, views, lse), 12, floor)
 
 
 def prefill(read: float) -> None:
@@ -121,10 +112,10 @@ def prefill(read: float) -> None:
     race("contiguous", copy, [(16,), (32,), (64,), (128,)], (view,), 1, 8 * shape.entries * 16 * 512 / read)
 
     def split(tile: int, block: int, warps: int, stages: int, programs: int) -> Program:
-        tune = gpu_attend.Tuning(block, programs, 1, warps, stages)
-        return lambda q, view: gpu_attend.attend(q, view, tune, tile)
+        tune = gpu_attend.Tuning(block, tile, programs, 64, warps, stages)
+        return lambda q, view: gpu_attend.attend(q, view, tune)
 
-    grid = [(64, 64, 4, 3, 264), (128, 64, 8, 3, 132), (128, 64, 8, 5, 132), (128, 128, 8, 3, 132), (128, 64, 4, 3, 132)]
+    grid = [(64, 64, 4, 5, 264), (128, 64, 8, 5, 132), (128, 64, 8, 7, 132)]
     race("prefill split 2k x 64k", split, grid, (q, view), 1, floor)
 
 

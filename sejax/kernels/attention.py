@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sejax.kernels import dispatch
 from sejax.types import Array, AttentionView, Seen
 
 BLOCK = 256  # listed tokens a block: K, V and logits of a block stay in a core's cache
@@ -85,6 +86,7 @@ def _blocks(view: AttentionView) -> tuple[AttentionView, int, Array]:
     return view, size, -(-longest // (size * view.run))
 
 
+@dispatch.attend
 def attend(q: Array, view: AttentionView) -> tuple[Array, Array]:
     """Softmax attention of q [R,T,H,G,D] over what `view` lists.
 
@@ -121,6 +123,7 @@ def attend(q: Array, view: AttentionView) -> tuple[Array, Array]:
     return jnp.moveaxis(out, 3, 1).astype(q.dtype), jnp.moveaxis(lse, 3, 1)
 
 
+@dispatch.mass
 def mass(q: Array, view: AttentionView, lse: Array, real: Array) -> Array:
     """Probability each listed token receives, relative to `lse`, summed over the queries that are `real`.
 

@@ -9,12 +9,11 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-
-from sejax.kernels import gpu_attend, gpu_mass, gpu_pages, gpu_prefill
+from sejax.kernels import gpu_attend, gpu_mass, gpu_pages, gpu_prefill, gpu_rows
 from sejax.kernels.launch import on_gpu
 from sejax.types import Array, AttentionView
 
-LONG = 128  # new tokens from which cuDNN on copied keys beats the split kernel
+TILES = 96  # tiles of 128 queries that fill the card without splitting keys: from there cuDNN on copied keys wins
 FLOATS = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 
 
@@ -26,8 +25,18 @@ def _covers(q: Array, view: AttentionView) -> bool:
 
 
 def _attend(q: Array, view: AttentionView) -> tuple[Array, Array]:
-    chunk = q.shape[1] >= LONG and gpu_prefill.fits(q if view.q is None else view.q, view)
-    return (gpu_prefill if chunk else gpu_attend).attend(q, view)
+    q = q if view.q is None else view.q
+    rows, new, heads, group, _ = q.shape
+    fills = new >= 128 and rows * heads * group * new >= TILES * 128
+    return (gpu_prefill if fills and gpu_prefill.fits(q, view) else gpu_attend).attend(q, view)
+
+
+def _put(leaf: Array, table: Array, row: Array, values: Array) -> Array:
+    return gpu_rows.put((leaf,), table, row, (values,))[0]
+
+
+def _puts(leaf: Array, table: Array, row: Array, values: Array) -> bool:
+    return gpu_rows.puts((leaf,), table, row, (values,))
 
 
 def _scored(q: Array, low: Array, high: Array, ids: Array, count: Array) -> bool:
@@ -50,3 +59,5 @@ attend = _on_card(_attend, _covers)
 mass = _on_card(gpu_mass.mass, lambda q, view, lse, real: _covers(q, view))
 page_scores = _on_card(gpu_pages.page_scores, _scored)
 select = _on_card(gpu_pages.select, gpu_pages.selects)
+append_bounds = _on_card(gpu_rows.append_bounds, gpu_rows.bounded)
+put = _on_card(_put, _puts)

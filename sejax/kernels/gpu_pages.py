@@ -28,26 +28,27 @@ def _scores(q_ref: Any, low: Any, high: Any, ids: Any, count: Any, out: Any, *, 
     group, width = q_ref.shape[2], ids.shape[1]
     pieces = -(-width // (block * steps))
     x = pl.program_id(0)
-    h, rest = lax.rem(x, heads), lax.div(x, heads)
+    h, rest = lax.rem(x, heads), lax.div(x, heads)  # heads fastest: a page's heads lie side by side in memory
     r, base = lax.div(rest, pieces), lax.rem(rest, pieces) * (block * steps)
     wide = pow2(size)
-    g = jnp.arange(16, dtype=jnp.int32)
+    g = jnp.arange(max(16, pow2(group)), dtype=jnp.int32)
     d = jnp.arange(wide, dtype=jnp.int32)
-    at_g, at_d = jnp.broadcast_to(g[:, None], (16, wide)), jnp.broadcast_to(d[None, :], (16, wide))
+    shape = (g.shape[0], wide)
+    at_g, at_d = jnp.broadcast_to(g[:, None], shape), jnp.broadcast_to(d[None, :], shape)
     q = load(q_ref, r, h, at_g, at_d, mask=(at_g < group) & (at_d < size), other=jnp.zeros((), q_ref.dtype))
     zero = jnp.zeros((), q.dtype)
     up, down = jnp.maximum(q, zero), jnp.minimum(q, zero)
     limit = jnp.minimum(count[r, h], width)
-    shape = (block, wide)
 
     def step(i: Array, carry: Array) -> Array:
         j = base + i * block + jnp.arange(block, dtype=jnp.int32)
         live = j < limit
         page = jnp.clip(load(ids, r, j, mask=live, other=0), 0, pages - 1)
-        index = (jnp.broadcast_to(page[:, None], shape), jnp.full(shape, h), jnp.broadcast_to(d[None, :], shape))
-        mask = jnp.broadcast_to(live[:, None], shape) & (index[2] < size)
-        top = load(high, *index, mask=mask, other=jnp.zeros((), high.dtype)).astype(q.dtype)
-        bottom = load(low, *index, mask=mask, other=jnp.zeros((), low.dtype)).astype(q.dtype)
+        shape = (block, wide)
+        at, at_d = jnp.broadcast_to(page[:, None], shape), jnp.broadcast_to(d[None, :], shape)
+        mask = jnp.broadcast_to(live[:, None], shape) & (at_d < size)
+        top = load(high, at, h, at_d, mask=mask, other=jnp.zeros((), high.dtype)).astype(q.dtype)
+        bottom = load(low, at, h, at_d, mask=mask, other=jnp.zeros((), low.dtype)).astype(q.dtype)
         s = dot(up, top, trans_b=True) + dot(down, bottom, trans_b=True)
         best = jnp.max(jnp.where(g[:, None] < group, s, -jnp.inf), axis=0)
         store(out, r, h, j, value=jnp.where(live, best, -jnp.inf), mask=j < width)
@@ -57,7 +58,7 @@ def _scores(q_ref: Any, low: Any, high: Any, ids: Any, count: Any, out: Any, *, 
 
 
 def page_scores(
-    q: Array, low: Array, high: Array, ids: Array, count: Array, *, block: int = 64, steps: int = 4, warps: int = 4, stages: int = 3
+    q: Array, low: Array, high: Array, ids: Array, count: Array, *, block: int = 64, steps: int = 2, warps: int = 2, stages: int = 3
 ) -> Array:
     """Upper bound of any logit in each page, unscaled, the largest over a kv head's queries; see `kernels.pages`.
 
@@ -131,25 +132,24 @@ def _best(scores: Array, k: int, piece: int, warps: int | None = None) -> tuple[
     tile = max(16, pow2(min(piece, width)))
     shapes = [jax.ShapeDtypeStruct((rows, pieces, k), dtype) for dtype in (jnp.int32, jnp.float32)]
     kernel = functools.partial(_select, k=k, piece=min(piece, width), tile=tile)
-    warps = warps or (4 if tile <= 1024 else 8 if tile <= 2048 else 16)
+    warps = warps or (4 if pieces > 1 or tile <= 1024 else 8)
     at, best = launch(kernel, (rows, pieces), shapes, [scores], name="select", warps=warps)
     return at, best
 
 
-def select(scores: Array, k: int, warps: int | None = None, wide: int | None = None) -> Array:
+def select(scores: Array, k: int, warps: int | None = None, piece: int | None = None) -> Array:
     """Indices of the k best scores, ties to the lowest index, ascending. f32[...,M] -> i32[...,k]; see `kernels.pages`.
 
     -inf scores are never chosen: the tail of a row with fewer candidates is M.
     """
     width = scores.shape[-1]
     flat = scores.reshape(-1, width)
-    wide = wide or WIDE
-    if width <= wide:
-        at = _best(flat, k, wide, warps)[0][:, 0]
+    if width <= WIDE:
+        at = _best(flat, k, WIDE, warps)[0][:, 0]
     else:
         # Candidates stay in ascending order, so a tie among them still goes to the lowest index.
-        found, best = (x.reshape(flat.shape[0], -1) for x in _best(flat, k, wide, warps))
-        inner = select(best, k, warps, wide)
+        found, best = (x.reshape(flat.shape[0], -1) for x in _best(flat, k, piece or max(WIDE // 4, pow2(2 * k)), warps))
+        inner = select(best, k)
         at = jnp.take_along_axis(jnp.pad(found, ((0, 0), (0, 1)), constant_values=width), inner, axis=1)
     return at.reshape(*scores.shape[:-1], k)
 

@@ -119,11 +119,23 @@ def queries(q: Any, f: Facts, r: Array, h: Array, t: Array, g: Array, mask: Arra
 
 
 def logits2(
-    refs: Mapping[str, Any], f: Facts, q: Array, k: Array, spot: Spot, t: Array, r: Array, h: Array, j: Array, live: Array, flip: bool = False
+    refs: Mapping[str, Any],
+    f: Facts,
+    q: Array,
+    k: Array,
+    spot: Spot,
+    t: Array,
+    r: Array,
+    h: Array,
+    j: Array,
+    live: Array,
+    flip: bool = False,
+    raw: bool = False,
 ) -> Array:
     """Masked logits times log2(e) of query rows at new tokens t against keys k of listed tokens j at `spot`.
 
-    f32[B_q,B_k], or with `flip` f32[B_k,B_q], whose sums over queries stay inside a thread.
+    f32[B_q,B_k], or with `flip` f32[B_k,B_q], whose sums over queries stay inside a thread. `raw` leaves tokens that are
+    not live to the caller: their keys are 0 and their logits finite.
     """
     key = (lambda x: x[:, None]) if flip else (lambda x: x[None, :])
     query = (lambda x: x[None, :]) if flip else (lambda x: x[:, None])
@@ -135,6 +147,8 @@ def logits2(
         s = (f.softcap * LOG2E) * jnp.tanh(s * (f.scale / f.softcap))
     if "bias" in refs:
         s += key(load(refs["bias"], r, h, j, mask=live, other=0.0) * LOG2E)
+    if raw and "own" not in refs and "pos" not in refs:
+        return s
     seen = key(live)
     if "own" in refs:
         last = bound(refs["length"], r, h) - load(refs["own"], r) + t

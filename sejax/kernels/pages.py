@@ -8,6 +8,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import lax
 
+from sejax.kernels import dispatch
 from sejax.types import Array
 
 
@@ -32,6 +33,7 @@ def page_bounds(k: Array, real: Array) -> tuple[Array, Array]:
     return jnp.where(some, low, 0), jnp.where(some, high, 0)
 
 
+@dispatch.page_scores
 def page_scores(q: Array, low: Array, high: Array, ids: Array, count: Array) -> Array:
     """Upper bound of any logit in each page, unscaled, the largest over the query heads of a kv head.
 
@@ -45,6 +47,7 @@ def page_scores(q: Array, low: Array, high: Array, ids: Array, count: Array) -> 
     return jnp.where(real, jnp.max(score, axis=2), -jnp.inf)
 
 
+@dispatch.select
 def select(scores: Array, k: int) -> Array:
     """Indices of the k best scores, ties to the lowest index, ascending. f32[...,M] -> i32[...,k].
 

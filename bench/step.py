@@ -1,0 +1,220 @@
+"""Decode and prefill programs of the engine on a GPU, beside their byte or FLOP floor: `python -m bench.step [case ...]`.
+
+Random bf16 weights of Qwen3 shapes, pools filled without a prefill, greedy sampling on the device, medians. Floors: a decode
+step must read the weights once and what its method reads of the cache once, at the read bandwidth measured in this process.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import sys
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import sejax
+from bench.timing import matmul_peak, read_bandwidth, record
+from sejax.models import Config, Model
+from sejax.models.family import layer_shapes, top_shapes
+from sejax.models.rope import Rope
+from sejax.serve import live as live_rows
+from sejax.serve.device import Device
+from sejax.serve.programs import Plan, Sizes, _bind, _decode
+from sejax.types import State
+
+SHAPES = {
+    "8b": dict(hidden_size=4096, heads=32, intermediate_size=12288, tie_embeddings=False),
+    "4b": dict(hidden_size=2560, heads=32, intermediate_size=9728, tie_embeddings=True),
+}
+# case: (method, rows, tokens stored a row, tokens read in selecting layers or None, vLLM's dense ms, least ratio to the floor)
+STEPS: dict[str, tuple[str, int, int, float | None, float | None]] = {
+    "step_dense/b1_t1k": ("full", 1, 1024, None, 0.85),
+    "step_dense/b1_t32k": ("full", 1, 32768, 6.39, 0.88),
+    "step_dense/b16_t32k": ("full", 16, 32768, 23.18, 0.90),
+    "step_dense/b1_t128k": ("full", 1, 131072, 9.79, 0.90),
+    "step_dense/b4_t128k": ("full", 4, 131072, 23.32, 0.90),
+    "step_quest/b16_t32k_k2k": ("quest:budget=2048", 16, 32768, 23.18, 0.78),
+    "step_quest/b4_t128k_k2k": ("quest:budget=2048", 4, 131072, 23.32, 0.78),
+    "step_quest_lean/b16_t32k_k2k": ("quest:budget=2048,page=32", 16, 32768, 23.18, 0.78),
+    "step_quest_lean/b4_t128k_k2k": ("quest:budget=2048,page=32", 4, 131072, 23.32, 0.78),
+    "step_snapkv/b64_k4k": ("snapkv:budget=4096,slack=288", 64, 4096, None, 0.87),
+    "batch_full/b5_t128k": ("full", 5, 131072, None, None),
+    "batch_snapkv/t128k_k8k": ("snapkv:budget=8192,slack=288", 84, 8192, None, None),
+}
+
+
+def random_model(shape: str) -> Model:
+    """A Qwen3-shaped model with random bf16 weights, made on the device."""
+    config = Config(
+        family="qwen3",
+        vocab_size=151936,
+        layers=36,
+        kv_heads=8,
+        head_dim=128,
+        rope=Rope(128, theta=1e6),
+        qk_norm=True,
+        max_position=2**18,
+        **SHAPES[shape],  # type: ignore[arg-type]
+    )
+    make = jax.jit(lambda key, s: jax.random.normal(key, s, jnp.bfloat16) * 0.02, static_argnums=1)
+    keys = iter(jax.random.split(jax.random.key(0), 1000))
+
+    def tensor(name: str, size: tuple[int, ...]) -> jax.Array:
+        return jnp.ones(size, jnp.bfloat16) if name.endswith("norm") else make(next(keys), size)
+
+    params: dict[str, Any] = {name: tensor(name, size) for name, size in top_shapes(config).items()}
+    params["layers"] = tuple({n: tensor(n, s) for n, s in layer_shapes(config).items()} for _ in range(config.layers))
+    return Model(params, config)
+
+
+def filled(state: State, length: int, key: jax.Array) -> State:
+    """The state with random keys and values, every slot holding `length` rows."""
+
+    def leaf(path: Any, x: jax.Array) -> jax.Array:
+        name = jax.tree_util.keystr(path)
+        if x.dtype == jnp.int32 or "ring" in name:
+            return x
+        low, high = {"low": (-3.0, 0.0), "high": (0.0, 3.0)}.get(name.split("'")[-2], (-1.7, 1.7))
+        seed = jax.random.fold_in(key, hash(name) % 2**31)
+        fill = jax.jit(lambda x, k: jax.random.uniform(k, x.shape, x.dtype, low, high), donate_argnums=0)
+        return fill(x, seed)
+
+    pages = jax.tree_util.tree_map_with_path(leaf, state.pages)
+    return State(pages, state.rows | {"n": jnp.full_like(state.rows["n"], length)})
+
+
+def weight_bytes(model: Model) -> int:
+    """Bytes a step reads of the weights: all but the embedding table, of which it reads one row a token."""
+    total = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
+    return total if model.config.tie_embeddings else total - model.params["embed"].nbytes
+
+
+def cache_bytes(model: Model, method: Any, rows: int, length: int) -> int:
+    """Bytes a step must read of the cache: what each layer's method lists, and its index once."""
+    config, arguments = model.config, dict(method.arguments)
+    token = 2 * config.kv_heads * config.head_dim * 2
+    if "dense_layers" not in arguments:
+        return rows * length * token * config.layers
+    page, dense = arguments["page"], arguments["dense_layers"]
+    selecting = config.layers - dense
+    index = length // page * token  # two bounds a page, each as large as a key
+    return rows * (dense * length * token + selecting * (index + min(length, arguments["budget"]) * token))
+
+
+def step_seconds(model: Model, method: Any, rows: int, length: int, steps: int = 24, repeats: int = 5) -> tuple[float, Any]:
+    """Median seconds of a decode step, steps dispatched one behind the other, and the executable."""
+    room = length + 512
+    plan = Plan(model, method, Sizes(rows, rows, room, None, (), (32,)))
+    records = [record for _, record in plan.layers]
+    widths = sorted({plan.width(r) for r in records})
+    layer_table = tuple(widths.index(plan.width(r)) for r in records)
+    keys = jax.random.split(jax.random.key(1), len(records))
+    states = tuple(filled(r.decode.init(rows, plan.pool(r)), length, k) for r, k in zip(records, keys, strict=True))
+    order = np.random.default_rng(0)
+    tables = tuple(jnp.asarray(order.permutation(rows * w).reshape(rows, w), jnp.int32) for w in widths)
+    live = live_rows.empty(rows)
+    live = live._replace(
+        length=jnp.full(rows, length, jnp.int32), left=jnp.full(rows, 2**30, jnp.int32), stop=jnp.full_like(live.stop, -1),
+        forced=jnp.full_like(live.forced, -1),
+    )  # fmt: skip
+    slots = np.arange(rows, dtype=np.int32)
+    program = jax.jit(_bind(_decode, plan, layer_table, True), donate_argnums=(1, 3))
+    began = time.perf_counter()
+    program = program.lower(model.params, states, tables, live, slots).compile()
+    print(f"  compiled in {time.perf_counter() - began:.1f} s; temp {program.memory_analysis().temp_size_in_bytes / 1e6:.0f} MB", flush=True)
+    taken = []
+    for _ in range(repeats + 1):
+        began = time.perf_counter()
+        for _ in range(steps):
+            states, live, out = program(model.params, states, tables, live, slots)
+        jax.block_until_ready(out)
+        taken.append((time.perf_counter() - began) / steps)
+    assert int(out[0, 0]) >= 0, "the rows did not take part"
+    return statistics.median(taken[1:]), program
+
+
+def steps(names: list[str], bandwidth: float) -> None:
+    model = random_model("8b")
+    for name in names:
+        spec, rows, length, vllm, least = STEPS[name]
+        method = sejax.method(spec)
+        try:
+            seconds, _ = step_seconds(model, method, rows, length)
+        except Exception as error:  # a cell that does not fit must not cost the others
+            print(f"{name}: FAILED {type(error).__name__}: {str(error)[:300]}", flush=True)
+            gc.collect()
+            continue
+        floor = (weight_bytes(model) + cache_bytes(model, method, rows, length)) / bandwidth
+        record("step", name, seconds * 1e3, "ms", floor * 1e3, floor / seconds)
+        notes = [f"{rows / seconds:.0f} tok/s", f"floor ratio {floor / seconds:.3f} (at least {least})"]
+        notes += [f"{vllm / seconds / 1e3:.2f}x vLLM's dense step"] if vllm else []
+        print("   " + "; ".join(notes), flush=True)
+        gc.collect()
+
+
+def host_gap() -> None:
+    """Time the engine's loop adds to a step: tokens read one step late, against steps that are only dispatched."""
+    model = random_model("4b")
+    device = Device(model, sejax.method("full"), Sizes(1, 1, 2048, 2048 // 16, (), (32,)))
+    device.set_pages(0, list(range(2048 // 16)))
+    for x, _ in device.prefill([1] * 32, 0, 0, 0, 0, True):
+        jax.block_until_ready(x)
+
+    def run(read: bool, count: int = 200) -> float:
+        device.set_live(0, live_rows.record(sejax.Sampling(), (), 32, 1, 2**20, 0, 0))
+        began, last = time.perf_counter(), None
+        for _ in range(count):
+            out = device.decode([0], True)
+            if read and last is not None:
+                np.asarray(last)
+            last = out
+        np.asarray(last)
+        return (time.perf_counter() - began) / count
+
+    run(True), run(False)
+    pairs = [(run(True), run(False)) for _ in range(5)]
+    read, free = (statistics.median(p) for p in zip(*pairs, strict=True))
+    record("step", "host_gap/4b_b1", (read - free) * 1e3, "ms", free * 1e3, read / free - 1)
+
+
+def prefill(peak: float, tokens: int = 32768, chunk: int = 8192) -> None:
+    """A whole prompt through the engine's units."""
+    model = random_model("8b")
+    device = Device(model, sejax.method("full"), Sizes(1, 1, tokens, tokens // 16, (), (chunk,)))
+    device.set_pages(0, list(range(tokens // 16)))
+    ids = np.random.default_rng(0).integers(0, 150000, tokens).tolist()
+    taken = []
+    for _ in range(3):
+        began = time.perf_counter()
+        for x, _ in device.prefill(ids, 0, 0, 0, 0, True):
+            last = x
+        jax.block_until_ready(last)
+        taken.append(time.perf_counter() - began)
+    seconds, config = statistics.median(taken), model.config
+    matrices = sum(leaf.size for layer in model.params["layers"] for leaf in layer.values())
+    flops = 2 * matrices * tokens + 2 * config.layers * config.heads * config.head_dim * tokens**2
+    record("step", "prefill_8b/t32k", seconds * 1e3, "ms", flops / peak * 1e3, flops / peak / seconds)
+
+
+def main(asked: list[str]) -> None:
+    known = [*STEPS, "host_gap/4b_b1", "prefill_8b/t32k"]
+    names = [n for n in known if not asked or any(n.startswith(a) for a in asked)]
+    bandwidth = read_bandwidth()
+    print(f"read bandwidth {bandwidth / 1e12:.2f} TB/s", flush=True)
+    steps([n for n in names if n in STEPS], bandwidth)
+    gc.collect()
+    if "host_gap/4b_b1" in names:
+        host_gap()
+        gc.collect()
+    if "prefill_8b/t32k" in names:
+        peak = matmul_peak()
+        print(f"matmul peak {peak / 1e12:.0f} TFLOP/s", flush=True)
+        prefill(peak)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
