@@ -49,7 +49,7 @@ def race(title: str, make: Callable[..., Program], configs: Iterable[tuple[Any, 
 
 
 def decode(read: float) -> None:
-    grid = [(block, programs, longest) for block, programs in ((64, 396), (64, 264), (128, 132)) for longest in (8, 16, 32, 128)]
+    grid = [(block, programs, longest) for block, programs in ((64, 396), (64, 264), (128, 132)) for longest in (16, 32, 128)]
     for name, shape in DECODE.items():
         q, views = rotating(shape)
 

@@ -205,7 +205,6 @@ class Layer:
         if ring is not None:
             own["ring"] = own["ring"].at[new.slot].set(ring, mode="drop")
 
-
         def move(leaf: Array, fresh: Array) -> Array:
             return compact(leaf, old.table, before, keep, new.table, fresh, staged.table)
 

@@ -63,9 +63,7 @@ def snapkv(
     check(pooling in ("avg", "max"), f'pooling={pooling!r} must be "avg" or "max"')
     check(heads in ("each", "shared"), f'heads={heads!r} must be "each" or "shared"')
     check(sinks >= 0 and slack >= 1, f"sinks={sinks} must be >= 0 and slack={slack} >= 1")
-    arguments = dict(
-        budget=budget, window=window, kernel=kernel, pooling=pooling, sinks=sinks, slack=slack, heads=heads, page=page
-    )
+    arguments = dict(budget=budget, window=window, kernel=kernel, pooling=pooling, sinks=sinks, slack=slack, heads=heads, page=page)
 
     def retention(spec: LayerSpec) -> Retention:
         return Retention(budget, slack, window, lambda c: score(c, sinks, kernel, pooling, heads))

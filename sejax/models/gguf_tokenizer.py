@@ -11,9 +11,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from .tokenizer import Tokenizer
 
 _UNKNOWN, _CONTROL, _USER = 2, 3, 4  # entries of tokenizer.ggml.token_type
-_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def build(fields: Mapping[str, Any], where: str) -> Tokenizer | None:
@@ -35,20 +33,24 @@ def build(fields: Mapping[str, Any], where: str) -> Tokenizer | None:
         raise ValueError(f"{where}: tokenizer model {kind!r} is not supported; supported are gpt2 and llama")
     backend.add_special_tokens([AddedToken(p, normalized=False) for p, t in zip(pieces, types, strict=True) if t in (_UNKNOWN, _CONTROL)])
     backend.add_tokens([AddedToken(p, normalized=False) for p, t in zip(pieces, types, strict=True) if t == _USER])
-    ids = {name: get(f"{name}_token_id") for name in ("bos", "eos", "eot", "eom", "unknown", "padding")}
+    given = {name: get(f"{name}_token_id") for name in ("bos", "eos", "eot", "eom", "unknown", "padding")}
+    ids: dict[str, Any] = {n: i if i is not None and i < len(pieces) else None for n, i in given.items()}  # 2**32 - 1: none
     labels = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
     names = {label: pieces[ids[name]] for name, label in labels.items() if ids[name] is not None}
     prefix = "tokenizer.chat_template"
-    templates = {k.removeprefix(prefix).lstrip(".") or "default": v for k, v in fields.items() if k.startswith(prefix)}
+    templates = {k.removeprefix(prefix).lstrip(".") or "default": v for k, v in fields.items() if k == prefix or k.startswith(f"{prefix}.")}
     ends = [ids[name] for name in ("eos", "eot", "eom") if ids[name] is not None]
     adds = get("add_bos_token", kind == "llama" or pre == "llama-bpe")
     return Tokenizer(backend, templates, names, ids["bos"], ends, bool(adds))
 
 
 def _byte_level(pieces: Sequence[str], merges: Sequence[str], pre: str, where: str) -> tokenizers.Tokenizer:
-    pairs = [(a, b) for a, b in (m.split(" ", 1) for m in merges)]
     whole = pre == "llama-bpe"  # Llama 3 takes a word that is a token as it is
-    model = models.BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=pairs, ignore_merges=whole)
+    try:
+        pairs = [(a, b) for a, b in (m.split(" ", 1) for m in merges)]
+        model = models.BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=pairs, ignore_merges=whole)
+    except Exception as error:  # the library raises bare Exception
+        raise ValueError(f"{where}: the vocabulary is damaged: {error}") from None
     backend = tokenizers.Tokenizer(model)
     plain, bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False), pre_tokenizers.ByteLevel(False, use_regex=False)
     if pre == "smollm":

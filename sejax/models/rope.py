@@ -49,6 +49,8 @@ class Rope:
 def parse(parameters: Mapping[str, Any] | None, theta: float, dim: int, max_position: int, where: str) -> Rope:
     """Rope from config.json's `rope_parameters` or `rope_scaling` (old key `type`); ValueError names what is wrong and the file."""
     given = dict(parameters or {})
+    if any(isinstance(value, Mapping) for value in given.values()):
+        raise ValueError(f"{where}: rope parameters that differ between layer types are not supported")
     kind = given.get("rope_type") or given.get("type") or "default"
     if kind not in _NEEDS:
         raise ValueError(f"{where}: rope type {kind!r} is not supported; supported are {', '.join(_NEEDS)}")

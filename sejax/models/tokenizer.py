@@ -89,7 +89,7 @@ class Tokenizer:
         self, messages: list[dict[str, Any]], tools: list[Any] | None = None, add_generation_prompt: bool = True, **kwargs: Any
     ) -> str:
         """The conversation as the model was trained to read it; kwargs reach the template. ValueError: a sentence why not."""
-        template = (tools and self._templates.get("tool_use")) or self.chat_template
+        template = self._templates.get("tool_use", self.chat_template) if tools else self.chat_template
         if template is None:
             raise ValueError("this model has no chat template; send a plain prompt, or put chat_template.jinja beside its files")
         values = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}

@@ -1,6 +1,7 @@
 """Makes smollm2.json: greedy continuations by `transformers` on SmolLM2-135M-Instruct's dequantised weights.
 
-Run by hand, after make_tokens.py, in an environment with torch, transformers, accelerate and gguf: python tests/golden/make_smollm2.py FILE.gguf
+Run by hand, after make_tokens.py, in an environment with torch, transformers, accelerate and gguf:
+python tests/golden/make_smollm2.py FILE.gguf
 `ties` lists the steps whose best two logits are closer than TIE: there another rounding may choose differently.
 """
 
@@ -40,7 +41,7 @@ def main(path: str) -> None:
             assert text == prompt["text"], (text, prompt["text"])
     found = [continuation(model, prompt["ids"]) for prompt in prompts]
     (HERE / "smollm2.json").write_text(json.dumps(found, separators=(",", ":")).replace('{"', '\n{"') + "\n")
-    for prompt, answer in zip(prompts, found, strict=True):
+    for answer in found:
         print(answer["ties"], repr(tokenizer.decode(answer["new"])))
 
 

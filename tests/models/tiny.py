@@ -31,9 +31,7 @@ def random_params(config: Config, seed: int = 0) -> dict[str, Any]:
     return top | {"layers": layers}
 
 
-def tiny_model(
-    layers=2, heads=4, kv_heads=2, head_dim=8, hidden=32, vocab=101, seed=0, family="llama", dtype="float32", **kw
-) -> Model:
+def tiny_model(layers=2, heads=4, kv_heads=2, head_dim=8, hidden=32, vocab=101, seed=0, family="llama", dtype="float32", **kw) -> Model:
     """A random model without a tokenizer; further Config fields by name."""
     traits = {"llama": {}, "qwen2": {"qkv_bias": True}, "qwen3": {"qk_norm": True}}[family]
     config = Config(
