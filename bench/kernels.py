@@ -104,11 +104,11 @@ def scores_given(rows: int, width: int, tables: int) -> list[tuple[Any, ...]]:
 
 def quest(read: float) -> None:
     for rows, width in ((128, 2048), (32, 8192)):
-        taken = each_seconds(gpu_pages.page_scores, scores_given(rows, width, 12))
+        taken = each_seconds(gpu_pages.page_scores, scores_given(rows, width, 24))
         floor = 2 * rows * width * 128 * 2 / read
         record("kernels", f"quest_scores/r{rows}_p{width}", taken * 1e6, "us", floor * 1e6, floor / taken)
     for rows, width, k in ((128, 2048, 128), (128, 8192, 128), (4, 131072, 128)):
-        given = [(jax.random.normal(jax.random.key(i), (rows, width)),) for i in range(12)]
+        given = [(jax.random.normal(jax.random.key(i), (rows, width)),) for i in range(24)]
         taken = each_seconds(lambda s, k=k: gpu_pages.select(s, k), given)
         floor = rows * width * 4 / read
         record("kernels", f"quest_select/r{rows}_p{width}_k{k}", taken * 1e6, "us", floor * 1e6, taken * 1e6)

@@ -1,4 +1,4 @@
-"""Decode and prefill programs of the engine on a GPU, beside their byte or FLOP floor: `python -m bench.step [case ...]`.
+"""Decode and prefill programs of the engine on a GPU, beside their byte or FLOP floor: `python -m bench.step [profile] [case ...]`.
 
 Random bf16 weights of Qwen3 shapes, pools filled without a prefill, greedy sampling on the device, medians. Floors: a decode
 step must read the weights once and what its method reads of the cache once, at the read bandwidth measured in this process.
@@ -10,6 +10,7 @@ import gc
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import sejax
-from bench.timing import matmul_peak, read_bandwidth, record
+from bench.timing import kernel_times, matmul_peak, read_bandwidth, record
 from sejax.models import Config, Model
 from sejax.models.family import layer_shapes, top_shapes
 from sejax.models.rope import Rope
@@ -105,8 +106,8 @@ def cache_bytes(model: Model, method: Any, rows: int, length: int) -> int:
     return rows * (dense * length * token + selecting * (index + min(length, arguments["budget"]) * token))
 
 
-def step_seconds(model: Model, method: Any, rows: int, length: int, steps: int = 24, repeats: int = 5) -> tuple[float, Any]:
-    """Median seconds of a decode step, steps dispatched one behind the other, and the executable."""
+def stepper(model: Model, method: Any, rows: int, length: int) -> Callable[[], jax.Array]:
+    """A function that dispatches one decode step of `rows` sequences of `length` tokens and returns its tokens."""
     room = length + 512
     plan = Plan(model, method, Sizes(rows, rows, room, None, (), (32,)))
     records = [record for _, record in plan.layers]
@@ -125,25 +126,50 @@ def step_seconds(model: Model, method: Any, rows: int, length: int, steps: int =
     program = jax.jit(_bind(_decode, plan, layer_table, True), donate_argnums=(1, 3))
     began = time.perf_counter()
     program = program.lower(model.params, states, tables, live, slots).compile()
-    print(f"  compiled in {time.perf_counter() - began:.1f} s; temp {program.memory_analysis().temp_size_in_bytes / 1e6:.0f} MB", flush=True)
+    temp = program.memory_analysis().temp_size_in_bytes / 1e6
+    print(f"  compiled in {time.perf_counter() - began:.1f} s; temp {temp:.0f} MB", flush=True)
+
+    def advance() -> jax.Array:
+        nonlocal states, live
+        states, live, out = program(model.params, states, tables, live, slots)
+        return out
+
+    return advance
+
+
+def step_seconds(advance: Callable[[], jax.Array], steps: int = 24, repeats: int = 5) -> float:
+    """Median seconds of a decode step, steps dispatched one behind the other."""
     taken = []
     for _ in range(repeats + 1):
         began = time.perf_counter()
         for _ in range(steps):
-            states, live, out = program(model.params, states, tables, live, slots)
+            out = advance()
         jax.block_until_ready(out)
         taken.append((time.perf_counter() - began) / steps)
     assert int(out[0, 0]) >= 0, "the rows did not take part"
-    return statistics.median(taken[1:]), program
+    return statistics.median(taken[1:])
 
 
-def steps(names: list[str], bandwidth: float) -> None:
+def show_kernels(advance: Callable[[], jax.Array], most: int = 14) -> None:
+    """What one step spends its time on: kernel, times a step, microseconds each, share of the step's busy time."""
+    found = kernel_times(advance)
+    busy = sum(count * each for _, count, each, _ in found)
+    for name, count, each, gap in sorted(found, key=lambda k: -k[1] * k[2])[:most]:
+        print(f"    {name[:60]:60s} {count:5d} x {each:8.1f} us (gap {gap:5.1f}) {count * each / busy:6.1%}", flush=True)
+    print(f"    {sum(k[1] for k in found)} kernels, {busy / 1e3:.2f} ms busy", flush=True)
+
+
+def steps(names: list[str], bandwidth: float, profile: bool) -> None:
     model = random_model("8b")
     for name in names:
         spec, rows, length, vllm, least = STEPS[name]
         method = sejax.method(spec)
         try:
-            seconds, _ = step_seconds(model, method, rows, length)
+            advance = stepper(model, method, rows, length)
+            seconds = step_seconds(advance)
+            if profile:
+                show_kernels(advance)
+            del advance
         except Exception as error:  # a cell that does not fit must not cost the others
             print(f"{name}: FAILED {type(error).__name__}: {str(error)[:300]}", flush=True)
             gc.collect()
@@ -201,11 +227,13 @@ def prefill(peak: float, tokens: int = 32768, chunk: int = 8192) -> None:
 
 
 def main(asked: list[str]) -> None:
+    profile = "profile" in asked
+    asked = [a for a in asked if a != "profile"]
     known = [*STEPS, "host_gap/4b_b1", "prefill_8b/t32k"]
     names = [n for n in known if not asked or any(n.startswith(a) for a in asked)]
     bandwidth = read_bandwidth()
     print(f"read bandwidth {bandwidth / 1e12:.2f} TB/s", flush=True)
-    steps([n for n in names if n in STEPS], bandwidth)
+    steps([n for n in names if n in STEPS], bandwidth, profile)
     gc.collect()
     if "host_gap/4b_b1" in names:
         host_gap()

@@ -23,7 +23,7 @@ from sejax.kernels.shapes import DECODE, Listing
 
 Program = Callable[..., Any]
 LOOPS = 20
-MASS = [(64, 16, 4, 5), (64, 32, 4, 5), (64, 16, 8, 5), (64, 32, 8, 5), (64, 16, 4, 7), (64, 16, 8, 3), (128, 16, 8, 5)]
+MASS = [(64, 16, 256, 4, 3), (64, 32, 256, 4, 3), (64, 16, 256, 4, 5), (128, 16, 256, 8, 3), (64, 16, 128, 4, 3), (64, 16, 256, 8, 3)]
 
 
 def race(title: str, make: Callable[..., Program], configs: Iterable[tuple[Any, ...]], given: Any, calls: int, floor: float) -> None:

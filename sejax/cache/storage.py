@@ -39,7 +39,8 @@ def raw(page: int = 16) -> Storage:
         return {"k": jnp.zeros(shape, spec.dtype), "v": jnp.zeros(shape, spec.dtype)}
 
     def append(leaves: Leaves, table: Array, row: Array, k: Array, v: Array) -> Leaves:
-        return {"k": kernel.put(leaves["k"], table, row, k), "v": kernel.put(leaves["v"], table, row, v)}
+        k, v = kernel.puts((leaves["k"], leaves["v"]), table, row, (k, v))
+        return {"k": k, "v": v}
 
     def view(leaves: Leaves, **fields: Any) -> AttentionView:
         return AttentionView(k=leaves["k"], v=leaves["v"], run=fields.pop("run", page), **fields)

@@ -12,6 +12,7 @@ from sejax.kernels import dispatch
 from sejax.types import Array
 
 
+@dispatch.append_bounds
 def append_bounds(low: Array, high: Array, k: Array, page: Array, offset: Array) -> tuple[Array, Array]:
     """Widen the bounds of the pages that new keys fall into; a page's first token resets them.
 

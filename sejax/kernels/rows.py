@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
+from sejax.kernels import dispatch
 from sejax.types import Array
 
 
@@ -19,11 +20,18 @@ def locate(table: Array, row: Array, page: int, pages: int) -> tuple[Array, Arra
     return jnp.where(inside, ids, pages), row % page
 
 
+@dispatch.put
 def put(leaf: Array, table: Array, row: Array, values: Array) -> Array:
     """Store values [R,B,H,...] at rows i32[R,B,H]; negative rows are dropped. leaf [N,H,P,...] -> leaf."""
     page, offset = locate(table, row, leaf.shape[2], leaf.shape[0])
     head = jnp.arange(leaf.shape[1])
     return leaf.at[page, head, offset].set(values.astype(leaf.dtype), mode="drop")
+
+
+@dispatch.puts
+def puts(leaves: tuple[Array, ...], table: Array, row: Array, values: tuple[Array, ...]) -> tuple[Array, ...]:
+    """`put` for several leaves with the same rows: one launch on a card."""
+    return tuple(put(leaf, table, row, value) for leaf, value in zip(leaves, values, strict=True))
 
 
 def take(leaf: Array, table: Array, row: Array) -> Array:

@@ -49,7 +49,7 @@ def check(shape: Listing, seed: int, tune: gpu_attend.Tuning | None, attend=gpu_
     lse, want_lse = (jnp.where(real[:, :, None, None], x, 0) for x in (lse, want_lse))
     assert apart(out, want) < close
     assert apart(lse, want_lse) < close
-    got = gpu_mass.mass(q, view, want_lse, real, None if on_gpu() else gpu_mass.Tuning(block=16, steps=2))
+    got = gpu_mass.mass(q, view, want_lse, real, None if on_gpu() else gpu_mass.Tuning(block=16, steps=2, lanes=16))
     assert apart(got, reference(attention.mass, q, view, want_lse, real)) < close
 
 
