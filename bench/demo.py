@@ -27,7 +27,7 @@ from sejax.serve.console import Answer, compiling, keep_programs, speed
 
 MODEL = "smollm2-135m"
 METHODS = ("full", "snapkv:budget=512,slack=256", "streamingllm:recent=508", "quest:budget=512")
-TOPICS = ("with", "while", "for", "break", "continue", "function", "lambda", "raise", "pass", "return")
+TOPICS = ("with", "while", "for", "break", "continue", "raise", "pass", "return", "assert", "lambda", "del")
 QUESTIONS = (
     "In one sentence: what does the with statement do?",
     "And what does break do in a loop?",
@@ -140,8 +140,8 @@ def ask(engine: sejax.Engine, messages: list[dict[str, str]]) -> tuple[Turn, Ans
 
 def turn_line(turn: Turn) -> str:
     rate = f"{turn.rate:.1f} tokens/s" if turn.rate else "one token"
-    kept = f"{turn.kept:,.0f} of {turn.logical:,} tokens kept"
-    return f"first token {turn.first:.2f} s | {rate} | {turn.reused:,} of {turn.prompt:,} prompt tokens reused | {kept}"
+    reused, kept = f"{turn.reused:,} of {turn.prompt:,} reused", f"{turn.kept:,.0f} of {turn.logical:,} kept"
+    return f"first token {turn.first:.2f} s | {rate} | {reused} | {kept}"
 
 
 def all_turns(runs: list[Run]) -> Table:

@@ -235,7 +235,8 @@ def main(arguments: Sequence[str]) -> int:
     keep_programs()
     case, specs = CASES[arguments[0]]
     model = sejax.load(MODEL)
-    return 0 if all([case(model, spec)["met"] for spec in arguments[1:] or specs]) else 1
+    met = [case(model, spec)["met"] for spec in arguments[1:] or specs]
+    return 0 if all(met) else 1
 
 
 if __name__ == "__main__":

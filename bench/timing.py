@@ -50,7 +50,8 @@ def kernel_times(program: Callable[..., Any], *args: Any) -> list[tuple[str, int
     for e in ran:
         found.setdefault(e["name"], []).append((e["dur"], e["ts"] - end))
         end = e["ts"] + e["dur"]
-    return [(name, len(x), *(statistics.median(part) for part in zip(*x, strict=True))) for name, x in found.items()]
+    middle = statistics.median
+    return [(name, len(x), middle(took for took, _ in x), middle(gap for _, gap in x)) for name, x in found.items()]
 
 
 def read_bandwidth(gigabytes: int = 4) -> float:

@@ -193,8 +193,9 @@ def attend(q: Array, view: AttentionView, tune: Tuning | None = None) -> tuple[A
     slots = f.items * cut.slots
     shapes = [jax.ShapeDtypeStruct((slots, wide, f.value), jnp.float32), jax.ShapeDtypeStruct((slots, wide), jnp.float32)]
     kernel = functools.partial(_split, names=(*named, "part", "lse"), f=f, cut=cut, programs=tune.programs)
-    tuned = {"warps": tune.warps, "stages": tune.stages}
-    part, part_lse = launch(kernel, (tune.programs,), shapes, list(named.values()), name="attend_split", **tuned)
+    part, part_lse = launch(
+        kernel, (tune.programs,), shapes, list(named.values()), name="attend_split", warps=tune.warps, stages=tune.stages
+    )
     shapes = [
         jax.ShapeDtypeStruct((rows, new, heads, group, f.value), q.dtype),
         jax.ShapeDtypeStruct((rows, new, heads, group), jnp.float32),

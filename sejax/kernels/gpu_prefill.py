@@ -62,10 +62,9 @@ def cudnn(q: Array, k: Array, v: Array, length: Array | None, scale: float) -> t
 
     kind = fused.MaskType.CAUSAL if length is None else fused.MaskType.PADDING
     new = None if length is None else jnp.full(length.shape, q.shape[1], jnp.int32)
-    out, lse = fused.dot_product_attention(
-        q, k, v, q_seqlen=new, kv_seqlen=length, scale=scale, mask_type=kind, return_residual=True
-    )
-    return out, lse
+    lengths: Any = {"q_seqlen": new, "kv_seqlen": length}
+    found: Any = fused.dot_product_attention(q, k, v, **lengths, scale=scale, mask_type=kind, return_residual=True)
+    return found[0], found[1]
 
 
 def attend(q: Array, view: AttentionView) -> tuple[Array, Array]:

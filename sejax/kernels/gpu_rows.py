@@ -59,9 +59,7 @@ def put(leaves: tuple[Array, ...], table: Array, row: Array, values: tuple[Array
     shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
     aliases = {2 + count + i: i for i in range(count)}
     grid = (rows * heads, -(-new // block))
-    return tuple(
-        launch(kernel, grid, shapes, [table, row, *values, *leaves], name="put_rows", warps=1 if new == 1 else 4, aliases=aliases)
-    )
+    return tuple(launch(kernel, grid, shapes, [table, row, *values, *leaves], name="put_rows", warps=1 if new == 1 else 4, aliases=aliases))
 
 
 def puts(leaves: tuple[Array, ...], table: Array, row: Array, values: tuple[Array, ...]) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -53,7 +54,7 @@ class Facts(NamedTuple):
         return self.rows * self.heads * self.tiles
 
 
-def facts(q: Array, view: AttentionView, tile: int, block: int) -> Facts:
+def facts(q: Array | jax.ShapeDtypeStruct, view: AttentionView, tile: int, block: int) -> Facts:
     """Static facts of q [R,T,H,G,D] over `view`."""
     rows, new, heads, group, size = q.shape
     scale = view.scale if view.scale is not None else size**-0.5
