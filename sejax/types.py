@@ -165,6 +165,7 @@ class Method:
     layer: Callable[[LayerSpec, Any], LayerMethod] = dataclasses.field(compare=False, repr=False)
     order: Literal["chunk", "layer"] = dataclasses.field(default="chunk", compare=False)
     growing: bool = dataclasses.field(default=False, compare=False)  # keeps every token: pages grow with the sequence
+    parts: Any = dataclasses.field(default=None, compare=False, repr=False)  # cache.method.Parts, for combining two methods
 
     def __str__(self) -> str:
         shown = ",".join(f"{k}={v}" for k, v in self.arguments)

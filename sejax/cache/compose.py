@@ -7,7 +7,9 @@ which rows stay, selection which are read, storage how they are stored; only thi
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,25 +17,47 @@ from jax import lax
 
 from sejax.cache.compact import compact
 from sejax.cache.retention import Candidates, Retention, best
+from sejax.cache.ring import join, of_slot, recall, remember
 from sejax.cache.selection import Selection
 from sejax.cache.storage import Storage
 from sejax.kernels import rows as kernel
 from sejax.kernels.attention import attend, mass
-from sejax.types import HOLE, Array, AttentionView, Hooks, LayerMethod, LayerSpec, Qkv, Rows, State
+from sejax.types import HOLE, Array, AttentionView, Hooks, LayerMethod, LayerSpec, Qkv, Rows, Seen, State
 
 
-def compose(spec: LayerSpec, storage: Storage, retention: Retention | None = None, selection: Selection | None = None) -> LayerMethod:
-    """retention None keeps every token; selection None reads every kept token. Raises ValueError for what cannot combine."""
+def compose(
+    spec: LayerSpec,
+    storage: Storage,
+    retention: Retention | None = None,
+    selection: Selection | None = None,
+    kind: type[Layer] | None = None,
+) -> LayerMethod:
+    """retention None keeps every token; selection None reads every kept token; kind: another layout than Layer's.
+
+    Raises ValueError for what cannot combine.
+    """
     if selection is not None and selection.page != storage.page:
         raise ValueError(f"page={selection.page} of the selection differs from the storage's page={storage.page}; give both the same")
-    layer = Layer(spec, storage, retention, selection)
+    if selection is not None and retention is not None and retention.received:
+        raise ValueError("this retention scores tokens by the attention they receive: it cannot go with a selection; read everything")
+    layer = (kind or Layer)(spec, storage, retention, selection)
     return layer.keeping() if retention is None else layer.evicting(retention)
+
+
+class Part(NamedTuple):
+    """A stretch of candidates: the first count i32[R,H] rows of a run."""
+
+    state: State
+    rows: Rows
+    count: Array
 
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """One layer's parts. State: pages {"kv": storage's leaves, "pos" i32[N,H,P] if it evicts, "index": selection's
-    leaves}, rows {"n" i32[S,H] rows held, "dropped" i32[S,H] tokens that found no room, "ring" [S,W,H,G,D] queries}."""
+    """One layer's parts. State: pages {"kv": storage's leaves, "pos" i32[N,H,P] if it evicts, "score" f32[N,H,P] attention
+    received, if retention asks, "index": selection's leaves}, rows {"n" i32[S,H] rows held, "dropped" i32[S,H] tokens that
+    found no room, "ring" [S,W,H,G,D] last queries, "queries" i32[S] how many of them count, "sums": retention's}. A stage
+    that scores has "older" f32[S,H,C] in rows: what the rows of earlier turns received in this one."""
 
     spec: LayerSpec
     storage: Storage
@@ -44,31 +68,46 @@ class Layer:
     def window(self) -> int:
         return self.retention.window if self.retention else 0
 
-    def init(self, slots: int, pages: int, select: bool = True) -> State:
-        spec = self.spec
+    def init(self, slots: int, pages: int, stage: bool = False) -> State:
+        spec, rule = self.spec, self.retention
         leaves: dict[str, Any] = {"kv": self.storage.init(spec, pages)}
-        if self.retention:
-            leaves["pos"] = jnp.full((pages, spec.heads, self.storage.page), HOLE, jnp.int32)
-        if self.selection and select:
-            leaves["index"] = self.selection.init(spec, pages)
         rows = {"n": jnp.zeros((slots, spec.heads), jnp.int32), "dropped": jnp.zeros((slots, spec.heads), jnp.int32)}
+        if rule:
+            leaves["pos"] = jnp.full((pages, spec.heads, self.storage.page), HOLE, jnp.int32)
+        if self.selection and not stage:
+            leaves["index"] = self.selection.init(spec, pages)
         if self.window:
             rows["ring"] = jnp.zeros((slots, self.window, spec.heads, spec.group, spec.head_dim), spec.dtype)
+            rows["queries"] = jnp.zeros(slots, jnp.int32)
+        if rule and rule.received:
+            leaves["score"] = jnp.zeros((pages, spec.heads, self.storage.page), jnp.float32)
+            if stage:
+                held = -(-(rule.budget + rule.slack) // self.storage.page) * self.storage.page
+                rows["older"] = jnp.zeros((slots, spec.heads, held), jnp.float32)
+        if rule and rule.sums:
+            rows["sums"] = jax.tree.map(lambda s: jnp.zeros((slots, *s.shape[1:]), s.dtype), rule.sums.shapes(spec))
         return State(leaves, rows)
+
+    def placed(self, own: dict[str, Any], rows: Rows) -> Rows:
+        """Rows with the table their token rows lie in; own: the sequences' row leaves [R,...]. Here: the run, for all heads."""
+        return rows
 
     def write(self, state: State, qkv: Qkv, rows: Rows) -> State:
         """Append the new tokens behind row n of each head; what finds no room is dropped and counted."""
         leaves, own = dict(state.pages), dict(state.rows)
+        rows = self.placed(owned(state, rows), rows)
         n = of_slot(own["n"], rows)
         new = jnp.arange(qkv.k.shape[1], dtype=jnp.int32)
         row = n[:, None, :] + new[None, :, None]  # [R,T,H]
-        room = rows.table.shape[1] * self.storage.page
+        room = rows.table.shape[-1] * self.storage.page
         real = (new < rows.count[:, None])[..., None]
         row = jnp.where(real & (row < room), row, -1)
         leaves["kv"] = self.storage.append(leaves["kv"], rows.table, row, qkv.k, qkv.v)
         if "pos" in leaves:
             pos = jnp.broadcast_to((rows.start[:, None] + new)[..., None], row.shape)
             leaves["pos"] = kernel.put(leaves["pos"], rows.table, row, pos)
+        if "score" in leaves:
+            leaves["score"] = kernel.put(leaves["score"], rows.table, row, jnp.zeros(row.shape))
         if self.selection and "index" in leaves:
             leaves["index"] = self.selection.observe(leaves["index"], rows.table, row, qkv.k.astype(self.spec.dtype))
         held = jnp.minimum(n + rows.count[:, None], room)
@@ -76,13 +115,31 @@ class Layer:
         own["dropped"] = own["dropped"].at[rows.slot].add(n + rows.count[:, None] - held, mode="drop")
         if self.window:
             own["ring"] = remember(own["ring"], qkv.q, rows)
+            own["queries"] = own["queries"].at[rows.slot].add(rows.count, mode="drop")
+        if "sums" in own:
+            assert self.retention and self.retention.sums
+            added = self.retention.sums.of(self.spec, qkv, rows)
+            own["sums"] = jax.tree.map(lambda leaf, x: leaf.at[rows.slot].add(x, mode="drop"), own["sums"], added)
         return State(leaves, own)
 
     def everything(self, state: State, rows: Rows, **fields: Any) -> AttentionView:
         return self.storage.view(state.pages["kv"], ids=rows.table, length=of_slot(state.rows["n"], rows), **fields)
 
     def read_all(self, state: State, qkv: Qkv, carry: Any, rows: Rows) -> tuple[tuple[AttentionView, ...], Any]:
-        return (self.everything(state, rows, own=rows.count),), carry
+        rows = self.placed(owned(state, rows), rows)
+        return (self.everything(state, rows, own=rows.count, mass="score" in state.pages),), carry
+
+    def received(self, state: State, qkv: Qkv, seen: Seen, carry: Any, rows: Rows) -> tuple[State, Any]:
+        """Add the attention that each row received to its score; a stage's first view lists the rows of earlier turns."""
+        assert self.retention and self.retention.received
+        *older, own = (self.retention.received(m) for m in seen.mass if m is not None)
+        score, held = state.pages["score"], state.rows
+        head = jnp.arange(score.shape[1], dtype=jnp.int32)[:, None]
+        by_page = own.reshape(*own.shape[:2], -1, self.storage.page)
+        score = score.at[rows.table[:, None, :], head].add(by_page, mode="drop")
+        if older:
+            held = held | {"older": held["older"].at[rows.slot].add(older[0], mode="drop")}
+        return State(state.pages | {"score": score}, held), carry
 
     def read_picked(self, state: State, qkv: Qkv, carry: Any, rows: Rows) -> tuple[tuple[AttentionView, ...], Any]:
         assert self.selection is not None
@@ -91,17 +148,32 @@ class Layer:
         picked = self.selection.pick(state.pages["index"], qkv.q[:, 0], rows.table, of_slot(state.rows["n"], rows))
         return (self.storage.view(state.pages["kv"], ids=picked.ids, length=picked.length, run=picked.run),), carry
 
-    def moved(self, pages: dict[str, Any], own: dict[str, Array], rows: Rows, n: Array, changed: Array) -> State:
-        """The state after the token rows of a run were rewritten where changed bool[R]; n i32[R,H] of them count now."""
-        if self.selection:
-            keys = self.storage.keys(pages["kv"], rows.table, self.all_rows(rows))
+    def moved(self, pages: dict[str, Any], own: dict[str, Array], rows: Rows, n: Array, changed: Array, keys: Array | None) -> State:
+        """The state after the token rows of a run were rewritten where changed bool[R]: the first n i32[R,H] count now.
+
+        keys [R,H,B,D]: the keys of rows 0.. as stored, read before they were rewritten (reading a pool after writing it copies it).
+        """
+        if self.selection and keys is not None:
+            room = rows.table.shape[1] * self.storage.page
+            keys = jnp.pad(keys, [(0, 0), (0, 0), (0, room - keys.shape[2]), (0, 0)])
             table = jnp.where(changed[:, None], rows.table, jax.tree.leaves(pages)[0].shape[0])
             pages = pages | {"index": self.selection.rebuild(pages["index"], table, n, keys)}
         return State(pages, own | {"n": own["n"].at[rows.slot].set(n, mode="drop")})
 
+    def keys_of(self, keep: Array, *parts: Part) -> Array | None:
+        """Keys of the ranks that `keep` i32[R,H,B] names over the parts' rows, for the selection's index."""
+        if not self.selection:
+            return None
+        old = self.storage.keys(parts[0].state.pages["kv"], parts[0].rows.table, keep)
+        if len(parts) == 1:
+            return old
+        before = parts[0].count[..., None]
+        new = self.storage.keys(parts[1].state.pages["kv"], parts[1].rows.table, keep - before)
+        return jnp.where((keep < before)[..., None], old, new.astype(old.dtype))
+
     def all_rows(self, rows: Rows) -> Array:
         """Physical row numbers of a run: i32[R,H,M*P]."""
-        row = jnp.arange(rows.table.shape[1] * self.storage.page, dtype=jnp.int32)
+        row = jnp.arange(rows.table.shape[-1] * self.storage.page, dtype=jnp.int32)
         return jnp.broadcast_to(row, (rows.slot.shape[0], self.spec.heads, row.shape[0]))
 
     def keeping(self) -> LayerMethod:
@@ -114,7 +186,8 @@ class Layer:
         def truncate(state: State, rows: Rows) -> State:
             before = of_slot(state.rows["n"], rows)
             n = jnp.minimum(before, rows.start[:, None])
-            return self.moved(state.pages, state.rows, rows, n, jnp.any(n < before, axis=-1))
+            keys = self.keys_of(self.all_rows(rows), Part(state, rows, before))
+            return self.moved(state.pages, state.rows, rows, n, jnp.any(n < before, axis=-1), keys)
 
         prefill = Hooks(self.init, self.write, self.read_all)
         decode = prefill._replace(before_attention=self.read_picked) if self.selection else prefill
@@ -122,19 +195,20 @@ class Layer:
         return LayerMethod(prefill, decode, whole, whole, self.storage.page, held, truncate=truncate)
 
     def evicting(self, retention: Retention) -> LayerMethod:
-        """Prefill fills a stage; a seal keeps `budget` of (held and new) rows once they exceed what the run may hold."""
-        capacity = retention.budget + retention.slack
+        """Prefill fills a stage; a seal keeps the best of (held and new) rows once they exceed what the run may hold."""
 
         def history(state: State, qkv: Qkv, rows: Rows) -> tuple[AttentionView, ...]:
-            return (self.everything(state, rows),)
+            return (self.everything(state, self.placed(owned(state, rows), rows), mass=bool(retention.received)),)
 
         def held(state: State, rows: Rows) -> Array:
+            rows = self.placed(owned(state, rows), rows)
             row = self.all_rows(rows)
             pos = kernel.take(state.pages["pos"], rows.table, row)
             return jnp.where((row < of_slot(state.rows["n"], rows)[..., None]) & (pos < HOLE), pos, -1)
 
         def due(state: State, rows: Rows) -> Array:
-            return jnp.any(of_slot(state.rows["n"], rows) >= capacity, axis=-1) & (rows.slot < state.rows["n"].shape[0])
+            own = owned(state, rows)
+            return jnp.any(own["n"] >= self.limit(retention, own), axis=-1) & (rows.slot < state.rows["n"].shape[0])
 
         def seal(stage: State, state: State, staged: Rows, old: Rows, new: Rows) -> State:
             return self.seal(retention, stage, state, staged, old, new)
@@ -142,129 +216,134 @@ class Layer:
         def trim(state: State, rows: Rows) -> State:
             return self.trim(retention, state, rows, due(state, rows))
 
-        stage = Hooks(lambda slots, pages: self.init(slots, pages, select=False), self.write, self.read_all)
+        stage = Hooks(lambda slots, pages: self.init(slots, pages, stage=True), self.write, self.read_all)
         reads = self.read_picked if self.selection else self.read_all
         decode = Hooks(self.init, self.write, reads, after_step=trim)
-        return LayerMethod(stage, decode, lambda _: capacity, lambda max_len: max_len, self.storage.page, held, history, seal, due)
+        if retention.received:
+            stage, decode = (hooks._replace(after_attention=self.received) for hooks in (stage, decode))
+        run = lambda _: self.run(retention)  # noqa: E731
+        return LayerMethod(stage, decode, run, lambda max_len: max_len, self.storage.page, held, history, seal, due)
 
-    def scores(
-        self,
-        retention: Retention,
-        ring: Array | None,
-        views: tuple[AttentionView, ...],
-        counts: tuple[Array, ...],
-        rows: Rows,
-        window: Array,
-    ) -> Array:
-        """Scores in rank space of the rows that `views` list (each lists counts[i] i32[R,H] of them)."""
-        total = counts[0] + counts[1] if len(counts) == 2 else counts[0]
-        if ring is None:
-            width = sum(v.ids.shape[-1] * v.run for v in views)
-            return retention.score(Candidates(total, None, window)) + jnp.zeros((*total.shape, width), jnp.float32)
-        end = rows.start + rows.count
-        q, q_pos = recall(ring, end, self.window)
-        real = jnp.arange(self.window) >= self.window - window[:, None]
-        views = tuple(v.replace(q_pos=q_pos) for v in views)
-        parts = [attend(q, v) for v in views]
-        lse = _merge_lse([part for _, part in parts])
-        per_view = [mass(q, v, lse, real) for v in views]
-        joined = per_view[0] if len(per_view) == 1 else _by_rank(per_view[0], per_view[1], counts[0], total)
-        return retention.score(Candidates(total, joined, window))
+    def run(self, retention: Retention) -> int:
+        """Token rows of a run."""
+        return retention.budget + retention.slack
+
+    def limit(self, retention: Retention, own: dict[str, Any]) -> Array | int:
+        """Rows, of each head or of all, from which on the next seal or trim is due."""
+        return retention.budget + retention.slack
+
+    def must(self, retention: Retention, own: dict[str, Any], total: Array) -> Array:
+        """bool[R,H]: heads that a turn's end leaves with more candidates than may stay."""
+        return total >= jnp.where(own["n"] == 0, retention.quota(total) + 1, self.limit(retention, own))
+
+    def decide(self, retention: Retention, scores: Array, total: Array, window: Array, room: int) -> tuple[Array, Array]:
+        """Ranks to keep i32[R,H,room] and their number i32[R,H]."""
+        quota = retention.quota(total)
+        return best(scores, total, quota, retention.budget, room), quota
+
+    def dealt(self, retention: Retention, own: dict[str, Any], quota: Array, changed: Array) -> dict[str, Any]:
+        """Row leaves [R,...] that a decision changes, where changed bool[R,H]."""
+        return {}
+
+    def scores(self, retention: Retention, parts: tuple[Part, ...], own: dict[str, Any], rows: Rows, window: Array) -> Array:
+        """Scores f32[R,H,C] in rank space of what the parts hold; own: the sequences' row leaves [R,...]."""
+        total = parts[0].count + parts[1].count if len(parts) == 2 else parts[0].count
+
+        def laid(fetch: Callable[[Part], Array]) -> Array:
+            found = [fetch(part) for part in parts]
+            return in_order(found[0], found[1], parts[0].count) if len(found) == 2 else found[0]
+
+        def read(name: str) -> Array:
+            if name in ("keys", "values"):
+                of = self.storage.keys if name == "keys" else self.storage.values
+                return laid(lambda p: of(p.state.pages["kv"], p.rows.table, self.all_rows(p.rows)))
+            return laid(lambda p: kernel.take(p.state.pages[name], p.rows.table, self.all_rows(p.rows)))
+
+        seen = queries = None
+        if self.window:
+            queries, q_pos = recall(own["ring"], rows.start + rows.count, self.window)
+            real = jnp.arange(self.window) >= self.window - window[:, None]
+            views = [self.everything(p.state, p.rows, pos=p.state.pages["pos"], q_pos=q_pos) for p in parts]
+            lse = functools.reduce(jnp.logaddexp, [attend(queries, v)[1] for v in views])
+            found = iter([jnp.moveaxis(mass(queries, v, lse, real), 3, 2) for v in views])
+            seen = jnp.moveaxis(laid(lambda _: next(found)), 2, 3)
+        return retention.score(Candidates(total, seen, window, rows.start + rows.count, queries, read, own.get("sums")))
 
     def seal(self, retention: Retention, stage: State, state: State, staged: Rows, old: Rows, new: Rows) -> State:
         """Store a turn: what the rule keeps of (held rows of `old`, this turn's staged rows) becomes the run of `new`."""
-        capacity = retention.budget + retention.slack
-        own = dict(state.rows)
-        before = of_slot(own["n"], old)
+        own = owned(state, old)
+        old, before = self.placed(own, old), own["n"]
         fresh = jnp.broadcast_to(staged.count[:, None], before.shape)
         total = before + fresh
-        limit = jnp.where(before == 0, retention.budget + 1, capacity)
-        must = total >= limit
-        everything = self.all_rows(new)
+        must = self.must(retention, own, total)
+        everything = self.all_rows(old)
         room = everything.shape[-1]
         everything = jnp.where(everything < total[..., None], everything, -1)
         window = jnp.minimum(self.window, new.count)
-        ring = join(own["ring"], of_slot(stage.rows["ring"], staged), old, new, self.window) if self.window else None
+        if self.window:
+            own["ring"] = join(state.rows["ring"], of_slot(stage.rows["ring"], staged), old, new, self.window)
+            own["queries"] = jnp.where(new.count > 0, window, own["queries"])
+        if "sums" in state.rows:
+            both = (state.rows["sums"], stage.rows["sums"])
+            own["sums"] = jax.tree.map(lambda a, b: of_slot(a, old) + of_slot(b, staged), *both)
+        if "score" in state.pages:  # what earlier turns' rows received in this one arrives with their seal
+            head = jnp.arange(before.shape[1])[:, None]
+            more = of_slot(stage.rows["older"], staged)
+            more = jnp.where((new.count > 0)[:, None, None], more, 0).reshape(*before.shape, -1, self.storage.page)
+            score = state.pages["score"].at[old.table[:, None, :], head].add(more, mode="drop")
+            state = State(state.pages | {"score": score}, state.rows)
 
-        def ranked() -> Array:
-            views = (
-                self.everything(state, old, pos=state.pages["pos"]),
-                self.everything(stage, staged, pos=stage.pages["pos"]),
-            )
-            scores = self.scores(retention, ring, views, (before, fresh), new, window)
-            return best(scores, total, retention.budget, room)
+        parts = (Part(state, old, before), Part(stage, staged, fresh))
 
-        keep = lax.cond(jnp.any(must & (new.count[:, None] > 0)), ranked, lambda: everything)
+        def ranked() -> tuple[Array, Array]:
+            return self.decide(retention, self.scores(retention, parts, own, new, window), total, window, room)
+
+        keep, quota = lax.cond(jnp.any(must & (new.count[:, None] > 0)), ranked, lambda: (everything, total))
         keep = jnp.where(must[..., None], keep, everything)
         moves = new.count > 0  # a turn of nothing leaves the run bit-equal, unless it also moves to another slot
         moves |= old.slot != new.slot
         keep = jnp.where(moves[:, None, None], keep, -1)
-        kept = jnp.where(must, jnp.minimum(total, retention.budget), total)
+        kept = jnp.where(must, jnp.minimum(total, quota), total)
         kept = jnp.where(moves[:, None], kept, before)
-        own["dropped"] = own["dropped"].at[new.slot].set(of_slot(own["dropped"], old), mode="drop")
-        if ring is not None:
-            own["ring"] = own["ring"].at[new.slot].set(ring, mode="drop")
+        own |= self.dealt(retention, own, quota, must & moves[:, None])
+        held = jax.tree.map(lambda leaf, x: leaf.at[new.slot].set(x, mode="drop"), state.rows, own)
+        new = self.placed(own, new)
 
         def move(leaf: Array, fresh: Array) -> Array:
             return compact(leaf, old.table, before, keep, new.table, fresh, staged.table)
 
         pages = state.pages | jax.tree.map(move, {k: state.pages[k] for k in stage.pages}, stage.pages)
-        return self.moved(pages, own, new, kept, moves)
+        return self.moved(pages, held, new, kept, moves, self.keys_of(keep, *parts))
 
     def trim(self, retention: Retention, state: State, rows: Rows, due: Array) -> State:
         """Seal in place while decoding: rows that are not due stay bit-equal."""
-        n = of_slot(state.rows["n"], rows)
-        ring = of_slot(state.rows["ring"], rows) if self.window else None
-        view = self.everything(state, rows, pos=state.pages["pos"])
+        own = owned(state, rows)
+        old, n = self.placed(own, rows), own["n"]
         window = jnp.full_like(rows.count, self.window)
-        scores = self.scores(retention, ring, (view,), (n,), rows, window)
-        keep = best(scores, n, retention.budget, retention.budget)
+        if self.window and retention.restart:
+            window = jnp.minimum(own["queries"], window)
+        part = Part(state, old, n)
+        scores = self.scores(retention, (part,), own, rows, window)
+        keep, quota = self.decide(retention, scores, n, window, retention.budget)
         keep = jnp.where(due[:, None, None], keep, -1)
-        kept = jnp.where(due[:, None], jnp.minimum(n, retention.budget), n)
+        kept = jnp.where(due[:, None], jnp.minimum(n, quota), n)
+        changes = self.dealt(retention, own, quota, jnp.broadcast_to(due[:, None], n.shape))
+        held = state.rows | {k: state.rows[k].at[rows.slot].set(x, mode="drop") for k, x in changes.items()}
+        new = self.placed(own | changes, rows)
         token = {k: v for k, v in state.pages.items() if k != "index"}
-        pages = state.pages | jax.tree.map(lambda leaf: compact(leaf, rows.table, n, keep, rows.table), token)
-        return self.moved(pages, state.rows, rows, kept, due)
+        pages = state.pages | jax.tree.map(lambda leaf: compact(leaf, old.table, n, keep, new.table), token)
+        return self.moved(pages, held, new, kept, due, self.keys_of(keep, part))
 
 
-def of_slot(leaf: Array, rows: Rows) -> Array:
-    """leaf [S,...] -> [R,...]; a padding row (slot S) reads zeros: a sequence that holds nothing yet."""
-    return leaf.at[rows.slot].get(mode="fill", fill_value=0)
+def owned(state: State, rows: Rows) -> dict[str, Any]:
+    """The row leaves of the sequences a call touches, [R,...]."""
+    return jax.tree.map(lambda leaf: of_slot(leaf, rows), state.rows)
 
 
-def remember(ring: Array, q: Array, rows: Rows) -> Array:
-    """Keep each row's last W queries: position p lies at p % W. ring [S,W,H,G,D], q [R,T,H,G,D] -> ring."""
-    width, new = ring.shape[1], jnp.arange(q.shape[1], dtype=jnp.int32)
-    last = (new < rows.count[:, None]) & (new >= rows.count[:, None] - width)
-    at = jnp.where(last, (rows.start[:, None] + new) % width, width)
-    return ring.at[rows.slot[:, None], at].set(q.astype(ring.dtype), mode="drop")
-
-
-def recall(ring: Array, end: Array, width: int) -> tuple[Array, Array]:
-    """The last W queries in order and their positions: ring [R,W,...], end i32[R] -> [R,W,...], i32[R,W]."""
-    pos = end[:, None] - width + jnp.arange(width, dtype=jnp.int32)
-    at = (pos % width).reshape(*pos.shape, *([1] * (ring.ndim - 2)))
-    return jnp.take_along_axis(ring, at, axis=1), pos
-
-
-def join(ring: Array, fresh: Array, old: Rows, new: Rows, width: int) -> Array:
-    """The query ring after a turn: this turn's queries where it has them, older ones elsewhere. -> [R,W,H,G,D]."""
-    end = (new.start + new.count)[:, None]
-    index = jnp.arange(width, dtype=jnp.int32)
-    pos = end - 1 - (end - 1 - index) % width  # newest position below `end` that lies at this index
-    mine = (pos >= new.start[:, None]).reshape(*pos.shape, 1, 1, 1)
-    return jnp.where(mine, fresh, of_slot(ring, old))
-
-
-def _merge_lse(parts: list[Array]) -> Array:
-    return parts[0] if len(parts) == 1 else jnp.logaddexp(parts[0], parts[1])
-
-
-def _by_rank(old: Array, new: Array, before: Array, total: Array) -> Array:
-    """Lay two views' masses [R,H,G,C0], [R,H,G,C1] out in rank order -> [R,H,G,C0+C1]; ranks past total get 0."""
-    width = old.shape[-1] + new.shape[-1]
+def in_order(old: Array, new: Array, before: Array) -> Array:
+    """Join what two parts list, each [R,H,C_i,...], by rank: `before` i32[R,H] of the first count -> [R,H,C_0+C_1,...]."""
+    width = old.shape[2] + new.shape[2]
     rank = jnp.arange(width, dtype=jnp.int32)
-    source = jnp.where(rank < before[..., None], rank, rank - before[..., None] + old.shape[-1])
-    source = jnp.clip(source, 0, width - 1)[:, :, None, :]
-    both = jnp.concatenate([old, new], axis=-1)
-    laid = jnp.take_along_axis(both, jnp.broadcast_to(source, both.shape), axis=-1)
-    return jnp.where((rank < total[..., None])[:, :, None, :], laid, 0.0)
+    source = jnp.where(rank < before[..., None], rank, rank - before[..., None] + old.shape[2])
+    source = jnp.clip(source, 0, width - 1).reshape(*before.shape, width, *([1] * (old.ndim - 3)))
+    return jnp.take_along_axis(jnp.concatenate([old, new], axis=2), source, axis=2)

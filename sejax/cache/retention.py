@@ -6,45 +6,82 @@ Rank space: the rows a sequence holds and the new ones, in order of position, nu
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 
-from sejax.types import Array
+from sejax.types import Array, LayerSpec, Qkv, Rows
 
 
 class Candidates(NamedTuple):
-    """What a rule may look at when rows must go.
+    """What a rule may look at when rows must go; nothing that it leaves alone is computed.
 
     total i32[R,H] candidate rows; mass f32[R,H,G,C] attention each received from the observation window (summed over its
-    queries, softmax over all candidates), None if the rule observes nothing; window i32[R] queries observed.
+    queries, softmax over all candidates), None if the rule observes nothing; window i32[R] queries observed; length i32[R]
+    logical tokens of the sequence; queries [R,W,H,G,D] the last W queries, of which the last `window` count; read(name) ->
+    [R,H,C,...] in rank space: "keys", "values" (as stored), "pos", "score"; sums: the rule's own, [R,...].
     """
 
     total: Array
     mass: Array | None
     window: Array
+    length: Array | None = None
+    queries: Array | None = None
+    read: Callable[[str], Array] | None = None
+    sums: Any = None
+
+
+class Sums(NamedTuple):
+    """Statistics of a whole sequence that only grow: every call adds of(spec, Qkv, Rows) -> tree of [R,...].
+
+    shapes(spec) -> the tree as jax.ShapeDtypeStructs [1,...].
+    """
+
+    shapes: Callable[[LayerSpec], Any]
+    of: Callable[[LayerSpec, Qkv, Rows], Any]
+
+
+class Shares(NamedTuple):
+    """How the heads of a layer share its rows. mean: rows a head keeps in the mean; of(scores f32[R,H,C], total i32[R,H],
+    window i32[R]) -> i32[R,H] rows each keeps, at most the retention's budget."""
+
+    mean: int
+    of: Callable[[Array, Array, Array], Array]
 
 
 class Retention(NamedTuple):
-    """budget: rows kept by a seal or trim; slack: rows that may follow before the next one; window: queries observed.
+    """budget: most rows a seal or trim keeps; slack: rows that may follow before the next one; window: queries observed.
 
-    score(Candidates) -> f32[R,H,C] in rank space: the `budget` best rows stay (+inf: always; ties to the lowest rank).
+    score(Candidates) -> f32[R,H,C] in rank space: the best rows stay (+inf: always; ties to the lowest rank).
+    count(total i32[R,H]) -> i32[R,H] rows to keep where that depends on the candidates (at most budget); None: budget.
+    restart: the window starts anew with each prompt; a trim soon after has fewer queries.
+    received(mass f32[R,H,G,C]) -> f32[R,H,C]: what a call adds to each row's "score"; None: rows have no score.
     """
 
     budget: int
     slack: int
     window: int
     score: Callable[[Candidates], Array]
+    count: Callable[[Array], Array] | None = None
+    restart: bool = False
+    received: Callable[[Array], Array] | None = None
+    sums: Sums | None = None
+    shares: Shares | None = None
+
+    def quota(self, total: Array) -> Array:
+        """Rows that stay of `total` candidates: i32[R,H] -> i32[R,H]."""
+        return jnp.minimum(total, self.count(total) if self.count else self.budget)
 
 
-def best(scores: Array, total: Array, budget: int, rows: int) -> Array:
-    """The ranks to keep, ascending, padded with -1: f32[R,H,C], total i32[R,H] -> i32[R,H,rows]."""
+def best(scores: Array, total: Array, count: Array, most: int, rows: int) -> Array:
+    """The ranks to keep, ascending, padded with -1: f32[R,H,C], total, count i32[R,H] (count <= most) -> i32[R,H,rows]."""
     rank = jnp.arange(scores.shape[-1], dtype=jnp.int32)
     # -inf is kept for padding: a real candidate with score -inf still beats it.
     scores = jnp.where(rank < total[..., None], jnp.maximum(scores, jnp.finfo(jnp.float32).min), -jnp.inf)
-    value, at = lax.top_k(scores, min(budget, scores.shape[-1]))
-    at = jnp.sort(jnp.where(value == -jnp.inf, scores.shape[-1], at).astype(jnp.int32), axis=-1)
+    value, at = lax.top_k(scores, min(most, scores.shape[-1]))
+    real = (value > -jnp.inf) & (jnp.arange(at.shape[-1]) < count[..., None])
+    at = jnp.sort(jnp.where(real, at, scores.shape[-1]).astype(jnp.int32), axis=-1)
     at = jnp.where(at == scores.shape[-1], -1, at)[..., :rows]
     return jnp.pad(at, [(0, 0), (0, 0), (0, rows - at.shape[-1])], constant_values=-1)
 
@@ -70,6 +107,16 @@ def over_heads(scores: Array, how: str) -> Array:
     """
     joined = jnp.max(scores, axis=1, keepdims=True) if how == "max" else jnp.mean(scores, axis=1, keepdims=True)
     return jnp.broadcast_to(joined, scores.shape)
+
+
+LOCAL_SETS = (
+    ("token selection", "kept sets differ by layer and head, one list of tokens cannot name them; use a selection by pages"),
+    ("cluster selection", "what is kept is too little to be clustered; use a selection by pages"),
+)
+"""Refusals (cache.method.Parts) of rules that keep another set in every layer and head."""
+
+UNREAD = (("selection", "tokens that are not read receive no attention to be ranked by; use a rule that observes queries"),)
+"""Refusals of rules that rank by the attention of every step."""
 
 
 def default_slack(budget: int) -> int:

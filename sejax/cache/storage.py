@@ -19,7 +19,7 @@ class Storage(NamedTuple):
     init(spec, pages) -> leaves [N,H,P,...]
     append(leaves, table, row i32[R,T,H], k, v [R,T,H,D]) -> leaves; negative rows are dropped
     view(leaves, **fields) -> an AttentionView over the leaves
-    keys(leaves, table, row i32[R,H,B]) -> [R,H,B,D] keys as stored
+    keys, values (leaves, table, row i32[R,H,B]) -> [R,H,B,D] as stored
     """
 
     page: int
@@ -29,6 +29,7 @@ class Storage(NamedTuple):
     append: Callable[[Leaves, Array, Array, Array, Array], Leaves]
     view: Callable[..., AttentionView]
     keys: Callable[[Leaves, Array, Array], Array]
+    values: Callable[[Leaves, Array, Array], Array]
 
 
 def raw(page: int = 16) -> Storage:
@@ -48,4 +49,7 @@ def raw(page: int = 16) -> Storage:
     def keys(leaves: Leaves, table: Array, row: Array) -> Array:
         return kernel.take(leaves["k"], table, row)
 
-    return Storage(page, 1, "chunk", init, append, view, keys)
+    def values(leaves: Leaves, table: Array, row: Array) -> Array:
+        return kernel.take(leaves["v"], table, row)
+
+    return Storage(page, 1, "chunk", init, append, view, keys, values)

@@ -26,7 +26,7 @@ class Tuning(NamedTuple):
     block: int = 64
     steps: int = 16
     lanes: int = 256
-    warps: int = 4
+    warps: int = 8
     stages: int = 3
 
 

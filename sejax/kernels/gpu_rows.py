@@ -63,14 +63,14 @@ def put(leaves: tuple[Array, ...], table: Array, row: Array, values: tuple[Array
 
 
 def puts(leaves: tuple[Array, ...], table: Array, row: Array, values: tuple[Array, ...]) -> bool:
-    """Whether `put` covers it: token rows of at most one axis, floats cast among 16 and 32 bits, offsets in 32 bits."""
+    """Whether `put` covers it: one table for all heads, rows of at most one axis, floats cast among 16 and 32 bits, offsets in 32 bits."""
     plain = ("float32", "bfloat16", "float16")
 
     def fine(leaf: Array, value: Array) -> bool:
         same = leaf.dtype == value.dtype or (leaf.dtype.name in plain and value.dtype.name in plain)
         return same and leaf.ndim in (3, 4) and value.ndim == leaf.ndim and leaf.size < 2**31 and leaf.dtype != jnp.bool_
 
-    return row.size > 0 and table.size > 0 and all(fine(a, b) for a, b in zip(leaves, values, strict=True))
+    return table.ndim == 2 and row.size > 0 and table.size > 0 and all(fine(a, b) for a, b in zip(leaves, values, strict=True))
 
 
 def _bounds(k: Any, page: Any, offset: Any, low_in: Any, high_in: Any, low: Any, high: Any, *, block: int) -> None:

@@ -20,12 +20,23 @@ def locate(table: Array, row: Array, page: int, pages: int) -> tuple[Array, Arra
     return jnp.where(inside, ids, pages), row % page
 
 
+def spots(leaf: Array, table: Array, row: Array) -> tuple[Array, Array, Array]:
+    """Page, head and offset of rows i32[R,H,B]. table i32[R,M] pages, or i32[R,H,M] head pages (page * H + head)."""
+    pages, heads, page = leaf.shape[:3]
+    if table.ndim == 2:
+        at, offset = locate(table, row, page, pages)
+        return at, jnp.arange(heads, dtype=jnp.int32)[:, None], offset
+    entry = row // page
+    inside = (row >= 0) & (entry < table.shape[2])
+    found = jnp.take_along_axis(table, jnp.clip(entry, 0, table.shape[2] - 1), axis=2)
+    return jnp.where(inside, found // heads, pages), found % heads, row % page
+
+
 @dispatch.put
 def put(leaf: Array, table: Array, row: Array, values: Array) -> Array:
-    """Store values [R,B,H,...] at rows i32[R,B,H]; negative rows are dropped. leaf [N,H,P,...] -> leaf."""
-    page, offset = locate(table, row, leaf.shape[2], leaf.shape[0])
-    head = jnp.arange(leaf.shape[1])
-    return leaf.at[page, head, offset].set(values.astype(leaf.dtype), mode="drop")
+    """Store values [R,B,H,...] at rows i32[R,B,H]; negative rows are dropped. leaf [N,H,P,...], table as in spots -> leaf."""
+    page, head, offset = spots(leaf, table, jnp.swapaxes(row, 1, 2))
+    return leaf.at[page, head, offset].set(jnp.swapaxes(values, 1, 2).astype(leaf.dtype), mode="drop")
 
 
 @dispatch.puts
@@ -35,7 +46,6 @@ def puts(leaves: tuple[Array, ...], table: Array, row: Array, values: tuple[Arra
 
 
 def take(leaf: Array, table: Array, row: Array) -> Array:
-    """Read rows i32[R,H,B] -> [R,H,B,...]; rows outside give any stored value."""
-    page, offset = locate(table, row, leaf.shape[2], leaf.shape[0])
-    head = jnp.arange(leaf.shape[1])[:, None]
+    """Read rows i32[R,H,B] -> [R,H,B,...]; rows outside give any stored value. table as in spots."""
+    page, head, offset = spots(leaf, table, row)
     return leaf[jnp.clip(page, 0, leaf.shape[0] - 1), head, offset]

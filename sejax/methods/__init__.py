@@ -14,6 +14,7 @@ import typing
 from collections.abc import Callable
 from typing import Any, Literal
 
+from sejax.cache.method import combine
 from sejax.types import Method
 
 _SECTIONS = ("Family", "Paper", "Differs", "Keeps", "Args")
@@ -61,12 +62,18 @@ def method(spec: str | Method, **arguments: Any) -> Method:
 
     Values in the string are read by the type the factory declares: whole numbers, numbers, true/false, text, tuples "(1,2)"
     and "none". Raises ValueError with a sentence: an unknown method or hyper-parameter (it names the closest), one given twice,
-    one that is missing, a value of the wrong type; the factory itself refuses values out of range.
+    one that is missing, a value of the wrong type; the factory itself refuses values out of range. "first + second" combines
+    two methods that decide different things, as cache.method.combine does.
     """
     if isinstance(spec, Method):
         if arguments:
             raise ValueError(f"{spec} is a finished method: its hyper-parameters cannot be changed; give its name as text instead.")
         return spec
+    first, plus, second = spec.partition("+")
+    if plus:
+        if arguments:
+            raise ValueError(f"{spec} names two methods: write each one's hyper-parameters in the text, as in name:key=value + name.")
+        return combine(method(first), method(second))
     name, _, tail = spec.partition(":")
     name, factory = _factory(name)
     given: dict[str, Any] = {}

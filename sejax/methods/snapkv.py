@@ -7,7 +7,7 @@ from typing import Literal
 import jax.numpy as jnp
 
 from sejax.cache.method import check, composed
-from sejax.cache.retention import Candidates, Retention, default_slack, over_heads, pool
+from sejax.cache.retention import LOCAL_SETS, Candidates, Retention, default_slack, over_heads, pool
 from sejax.cache.storage import raw
 from sejax.types import Array, LayerSpec, Method
 
@@ -68,4 +68,4 @@ def snapkv(
     def retention(spec: LayerSpec) -> Retention:
         return Retention(budget, slack, window, lambda c: score(c, sinks, kernel, pooling, heads))
 
-    return composed("snapkv", arguments, raw(page), retention)
+    return composed("snapkv", arguments, raw(page), retention, refuses=LOCAL_SETS)

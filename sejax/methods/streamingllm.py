@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from sejax.cache.compact import compact
-from sejax.cache.compose import Layer, of_slot
-from sejax.cache.method import check
+from sejax.cache.compose import Layer
+from sejax.cache.method import Parts, check
+from sejax.cache.ring import of_slot
 from sejax.cache.storage import Storage, raw
 from sejax.kernels import rows as kernel
 from sejax.types import HOLE, Array, AttentionView, Hooks, LayerMethod, LayerSpec, Method, Qkv, Rows, State
@@ -64,7 +65,9 @@ def streamingllm(
             seal=ring.seal,
         )
 
-    return Method("streamingllm", tuple(arguments.items()), layer, "layer")
+    alone = (("selection", "all that is kept is read; use it alone"),)
+    parts = Parts(raw(page), traits=frozenset({"retention"}), refuses=alone)
+    return Method("streamingllm", tuple(arguments.items()), layer, "layer", parts=parts)
 
 
 @dataclasses.dataclass(frozen=True)

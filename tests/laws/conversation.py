@@ -12,14 +12,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from sejax import functional, methods
 from sejax.functional import Cache
-from tests.cases import CASES as CASES
-from tests.cases import Case
+from tests.cases import CASES
 from tests.models.tiny import tiny_model
 from tests.oracles.transformer import Layer, Transformer
 
+PRIMARY = [case for case in CASES if not case.variant]
 SLOTS, MAX_LEN, TURN, CHUNK, ODD = 4, 128, 32, 16, 7
 LAYERS = 2
 # Only LLVM's effort is lowered: compiling dominates these tests, and the compiled HLO stays as it is.
@@ -155,12 +156,21 @@ def put(method: Any) -> Any:
 
 
 def oracle(spec: str) -> Transformer:
+    """The oracle's model for a method, or for "retention + selection"."""
+    config = model().config
+    made = [_oracle_layers(part) for part in spec.split("+")]
+    if len(made) == 2:
+        for keeps, reads in zip(*made, strict=True):
+            keeps.reader = reads
+    return Transformer(model().params, config, made[0])
+
+
+def _oracle_layers(spec: str) -> list[Layer]:
     method, config = methods.method(spec), model().config
     arguments = dict(method.arguments)
     arguments["heads_mode"] = arguments.pop("heads", "each")
     layer: type[Layer] = importlib.import_module(f"tests.oracles.{method.name}").Oracle
-    layers = [layer(i, config.layers, config.kv_heads, **arguments) for i in range(config.layers)]
-    return Transformer(model().params, config, layers)
+    return [layer(i, config.layers, config.kv_heads, **arguments) for i in range(config.layers)]
 
 
 def copy(tree: Any) -> Any:
@@ -177,5 +187,10 @@ def close(a: np.ndarray, b: np.ndarray, tolerance: float = 1e-4) -> bool:
     return bool(np.abs(a - b).max() <= tolerance * max(1.0, np.abs(b).max()))
 
 
-def name(case: Case) -> str:
-    return case.spec.replace(":", "-")
+def each(variants: bool = False) -> pytest.MarkDecorator:
+    """Parametrize a law by the cases; a method's variants are slow tests unless the law asks for them."""
+    params = [
+        pytest.param(case, id=case.spec.replace(":", "-"), marks=[pytest.mark.slow] if case.variant and not variants else [])
+        for case in CASES
+    ]
+    return pytest.mark.parametrize("case", params)

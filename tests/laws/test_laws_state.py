@@ -9,20 +9,19 @@ import jax
 import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from sejax import functional, step
 from sejax.types import Qkv, Rows
-from tests.cases import CASES
 from tests.laws.conversation import (
     CHUNK,
     MAX_LEN,
+    PRIMARY,
     SLOTS,
     copy,
+    each,
     equal,
     kept,
     model,
-    name,
     programs,
     put,
     straight,
@@ -31,7 +30,7 @@ from tests.laws.conversation import (
     words,
 )
 
-cases = pytest.mark.parametrize("case", CASES, ids=name)
+cases = each()
 HALF = 4  # turns before the session is moved
 
 
@@ -102,7 +101,7 @@ def test_law_5_a_session_continues_in_another_slot_and_through_the_host(case):
 def test_law_5_a_new_process_continues_bit_equal(tmp_path):
     """One child for all cases: it has the sessions' leaves and the code, nothing else."""
     expected = {}
-    for i, case in enumerate(CASES):
+    for i, case in enumerate(PRIMARY):
         p = programs(case.spec)
         _, cache = p.run(p.cache(), 1, turns()[:HALF])
         session = take(p.method)(cache, 1)
@@ -110,13 +109,13 @@ def test_law_5_a_new_process_continues_bit_equal(tmp_path):
         expected[i], _ = p.run(cache, 1, turns()[5:6])
     subprocess.run([sys.executable, "-c", CHILD, str(tmp_path)], check=True, timeout=280, cwd=functional.__file__.split("/sejax/")[0])
     for i, logits in expected.items():
-        assert equal(logits, np.load(tmp_path / f"out{i}.npy")), CASES[i].spec
+        assert equal(logits, np.load(tmp_path / f"out{i}.npy")), PRIMARY[i].spec
 
 
 CHILD = """
 import sys, jax, numpy as np
-from tests.laws.conversation import CASES, programs, put, take, turns
-for i, case in enumerate(CASES):
+from tests.laws.conversation import PRIMARY, programs, put, take, turns
+for i, case in enumerate(PRIMARY):
     p = programs(case.spec)
     leaves = np.load(f"{sys.argv[1]}/{i}.npz")
     tree = jax.tree.structure(take(p.method)(p.cache(), 0))
@@ -154,7 +153,7 @@ def test_law_6_other_rows_stay_bit_equal(case):
 @cases
 def test_law_7_hooks_keep_tree_shapes_and_types(case):
     p, config = programs(case.spec), model().config
-    cache = p.cache()
+    cache, carries = p.cache(), {CHUNK: None, 1: None}
     for (spec, method), state, table in zip(cache.layers, cache.states, cache.layer_tables, strict=True):
         assert jax.eval_shape(lambda m=method, t=table: m.decode.init(SLOTS, t.size)) == jax.eval_shape(lambda s=state: s)
         stage = jax.eval_shape(lambda m=method: m.prefill.init(1, m.pages(m.stage_run(TURN_ROWS))))
@@ -164,11 +163,11 @@ def test_law_7_hooks_keep_tree_shapes_and_types(case):
         for hooks, given, new in ((method.prefill, state if in_place else stage, CHUNK), (method.decode, state, 1)):
             x = jnp.zeros((1, new, config.hidden_size), model().dtype)
 
-            def through(s, x, rows=rows, hooks=hooks, spec=spec):
+            def through(s, x, carry, rows=rows, hooks=hooks, spec=spec):
                 weights = model().params["layers"][spec.index]
-                return step.run_layer(weights, config, spec, hooks, s, x, None, rows)
+                return step.run_layer(weights, config, spec, hooks, s, x, carry, rows)
 
-            hidden, out, _ = jax.eval_shape(through, given, x)
+            hidden, out, carries[new] = jax.eval_shape(through, given, x, carries[new])
             assert out == jax.eval_shape(lambda s: s, given) and hidden.shape == x.shape and hidden.dtype == x.dtype
             q = jnp.zeros((1, new, spec.heads, spec.group, spec.head_dim), spec.dtype)
             k = jnp.zeros((1, new, spec.heads, spec.head_dim), spec.dtype)

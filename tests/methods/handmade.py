@@ -99,6 +99,12 @@ class Sequence:
     def _unfold(self, out) -> np.ndarray:
         return np.asarray(jnp.moveaxis(out[0], 0, 2).reshape(self.spec.heads * self.spec.group, -1, self.spec.head_dim))
 
+    def leaf(self, name: str) -> list[list]:
+        """A page leaf [N,H,P], head by head, of the rows held, ascending by position."""
+        pos, leaf = (np.asarray(self.state.pages[n][self.table[1]]).swapaxes(0, 1).reshape(self.spec.heads, -1) for n in ("pos", name))
+        count = np.asarray(self.state.rows["n"][1])
+        return [[leaf[h, i] for i in np.argsort(pos[h, : count[h]])] for h in range(self.spec.heads)]
+
     @property
     def kept(self) -> list[list[int]]:
         held = np.asarray(self.layer.held(self.state, self._rows(self.length, 0))[0])

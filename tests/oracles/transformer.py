@@ -43,6 +43,7 @@ class Layer:
         self.__dict__.update(arguments)
         self.q, self.k, self.v, self.q_raw = {}, {}, {}, {}
         self.kept: list[list[int]] = [[] for _ in range(heads)]
+        self.reader: Layer | None = None  # a selection that reads, at decode steps, what this layer keeps
 
     def prompt(self, new: New) -> np.ndarray:
         self.add(new)
@@ -52,7 +53,9 @@ class Layer:
 
     def token(self, new: New) -> np.ndarray:
         self.add(new)
-        out = self.read(new)
+        if self.reader:
+            self.reader.k, self.reader.v, self.reader.kept = self.k, self.v, self.kept
+        out = (self.reader or self).read(new)
         self.trim(new)
         return out
 
@@ -93,18 +96,22 @@ class Evicting(Layer):
     window: int = 0
 
     def seal(self, new: New) -> None:
-        first = new.pos[0] == 0
-        self.evict(min(self.window, len(new.pos)), self.budget + 1 if first else self.budget + self.slack)
+        self.evict(min(self.window, len(new.pos)), None if new.pos[0] == 0 else self.budget + self.slack)
 
     def trim(self, new: New) -> None:
         self.evict(self.window, self.budget + self.slack)
 
-    def evict(self, window: int, limit: int) -> None:
-        scores = [self.score(h, window) for h in range(self.heads)]
-        for h, score in enumerate(self.joined(scores)):
-            if len(self.kept[h]) >= limit:
-                best = np.argsort(-score, kind="stable")[: self.budget]
-                self.kept[h] = [self.kept[h][i] for i in sorted(best.tolist())]
+    def quota(self, total: int) -> int:
+        return self.budget
+
+    def evict(self, window: int, limit: int | None) -> None:
+        """limit: held rows from which on a head evicts; None: whenever it holds more than it may keep."""
+        scores = self.joined([self.score(h, window) for h in range(self.heads)])
+        for h, (score, held) in enumerate(zip(scores, self.kept, strict=True)):
+            quota = self.quota(len(held))
+            if len(held) >= (quota + 1 if limit is None else limit):
+                best = np.argsort(-score, kind="stable")[:quota]
+                self.kept[h] = [held[i] for i in sorted(best.tolist())]
 
     def joined(self, scores: list[np.ndarray]) -> list[np.ndarray]:
         return scores

@@ -1,0 +1,115 @@
+"""Heads with spread attention keep more tokens, heads with peaked attention fewer."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax.numpy as jnp
+from jax import lax
+
+from sejax.cache.method import check, composed
+from sejax.cache.ragged import Ragged
+from sejax.cache.retention import Candidates, Retention, Shares, default_slack, pool
+from sejax.cache.storage import raw
+from sejax.types import Array, LayerSpec, Method
+
+
+def score(candidates: Candidates, kernel: int, pooling: str) -> Array:
+    """Pooled attention, mean over the window and the group, +inf for the window: Candidates -> f32[R,H,C]."""
+    assert candidates.mass is not None
+    seen = candidates.mass.mean(axis=2) / jnp.maximum(candidates.window, 1)[:, None, None]
+    before_window = jnp.arange(seen.shape[-1]) < (candidates.total - candidates.window[:, None])[..., None]
+    return jnp.where(before_window, pool(seen, before_window, kernel, pooling), jnp.inf)
+
+
+def winners(scores: Array, base: int) -> Array:
+    """How many of the H * base best scores over all heads lie in each: f32[R,H,C], -inf no candidate -> i32[R,H].
+
+    Heads meet here: under tensor parallelism this is where the collective goes.
+    """
+    rows, heads, width = scores.shape
+    value, at = lax.top_k(scores.reshape(rows, -1), min(heads * base, heads * width))
+    head = jnp.where(value > -jnp.inf, at // width, heads)
+    return jnp.sum(head[:, None, :] == jnp.arange(heads)[:, None], axis=-1).astype(jnp.int32)
+
+
+def normalised(scores: Array, base: int) -> Array:
+    """Each head's scores (-inf no candidate) times the share of its sum that its `base` best hold."""
+    top, _ = lax.top_k(jnp.maximum(scores, 0), min(base, scores.shape[-1]))
+    return scores * (top.sum(-1) / jnp.maximum(jnp.maximum(scores, 0).sum(-1), 1e-30))[..., None]
+
+
+def shares(scores: Array, total: Array, window: Array, base: int, floor: float, normalize: bool) -> Array:
+    """Rows each head keeps, window included: scores +inf in the window."""
+    past = total - window[:, None]
+    scores = jnp.where(jnp.arange(scores.shape[-1]) < past[..., None], scores, -jnp.inf)
+    count = winners(normalised(scores, base) if normalize else scores, base)
+    capacity = jnp.round(count * (1 - floor) + int(base * floor)).astype(jnp.int32)  # half to even
+    return jnp.minimum(capacity, past) + window[:, None]
+
+
+def safeguarded(scores: Array, total: Array, window: Array, budget: int, floor: float) -> Array:
+    """kvpress's rule: the `budget` * H best over all heads, after each head's first int(budget * floor) were made safe."""
+    safe = min(int(budget * floor), scores.shape[-1])
+    real = jnp.arange(scores.shape[-1]) < total[..., None]
+    scores = jnp.where(real, scores, -jnp.inf)
+    order = jnp.argsort(jnp.argsort(-scores, axis=-1, stable=True), axis=-1, stable=True)
+    return winners(jnp.where((order < safe) & real, jnp.inf, scores), budget)
+
+
+def adakv(
+    budget: int = 2048,
+    window: int = 32,
+    kernel: int = 7,
+    pooling: Literal["avg", "max"] = "max",
+    floor: float = 0.2,
+    normalize: bool = False,
+    rule: Literal["official", "kvpress"] = "official",
+    slack: int | None = None,
+    page: int = 16,
+) -> Method:
+    """Choose by window attention, but deal a layer's budget to its heads by their scores.
+
+    base = budget - window; c_h = how many of the layer's H * base best scores lie in head h; head h keeps its
+    round(c_h (1 - floor) + int(base floor)) best tokens and the window.
+
+    Family: eviction
+    Paper: Feng et al. 2024, arXiv 2407.11550.
+    Differs: scores per kv head (the group's mean, before pooling). A count above what a head has is cut, not given to others.
+        All heads of a layer decide again together, when one has filled the `slack` rows beyond its share.
+    Keeps: `budget` tokens per kv head and layer in the mean over heads after a seal (up to half a token a head more by rounding);
+        at most `slack` more in each head. Memory is by head pages: no head pays for another's length.
+
+    Args:
+        budget: mean over heads of the tokens kept per kv head and layer, window included.
+        window: observation window, queries at the end of the prompt.
+        kernel: pooling width in tokens, odd; 1 does not pool.
+        pooling: "max" or "avg" (padding zeros counted).
+        floor: part of the mean that every head keeps in any case, 0 to 1.
+        normalize: whether a head's scores are first weighted by the share that its `base` best hold of their sum.
+        rule: "official", or "kvpress" (its first int(budget floor) tokens safe in each head, the rest by score over all heads).
+        slack: tokens a head holds beyond its share (default max(1024, budget / 4)); 1 seals at every turn.
+        page: tokens a page of the pool.
+    """
+    slack = default_slack(budget) if slack is None else slack
+    check(window >= 1 and budget > window, f"budget={budget} must be larger than window={window}, and window at least 1")
+    check(kernel >= 1 and kernel % 2 == 1, f"kernel={kernel} must be odd: an even width would shift the scores; use {kernel + 1}")
+    check(pooling in ("avg", "max"), f'pooling={pooling!r} must be "avg" or "max"')
+    check(0 <= floor <= 1, f"floor={floor} must lie between 0 and 1")
+    check(rule in ("official", "kvpress"), f'rule={rule!r} must be "official" or "kvpress"')
+    check(slack >= 1, f"slack={slack} must be at least 1")
+    arguments = dict(budget=budget, window=window, kernel=kernel, pooling=pooling, floor=floor)
+    arguments |= dict(normalize=normalize, rule=rule, slack=slack, page=page)
+    base = budget - window
+
+    def retention(spec: LayerSpec) -> Retention:
+        if rule == "kvpress":
+            most = spec.heads * budget
+            deal = Shares(budget, lambda s, total, seen: safeguarded(s, total, seen, budget, floor))
+        else:
+            most = window + round(spec.heads * base * (1 - floor) + int(base * floor))
+            deal = Shares(budget, lambda s, total, seen: shares(s, total, seen, base, floor, normalize))
+        return Retention(most, slack, window, lambda c: score(c, kernel, pooling), shares=deal)
+
+    uneven = (("selection", "its heads hold different numbers of tokens, on pages of their own, which no selection indexes; use it alone"),)
+    return composed("adakv", arguments, raw(page), retention, refuses=uneven, kind=Ragged)

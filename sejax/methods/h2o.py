@@ -1,0 +1,54 @@
+"""Keep the tokens that received the most attention so far, and the recent ones."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from sejax.cache.method import check, composed
+from sejax.cache.retention import UNREAD, Candidates, Retention
+from sejax.cache.storage import raw
+from sejax.types import Array, LayerSpec, Method
+
+
+def group_mean(mass: Array) -> Array:
+    """What a call adds to each row's score: f32[R,H,G,C] -> f32[R,H,C]."""
+    return mass.mean(axis=2)
+
+
+def score(candidates: Candidates, recent: int, normalise: bool) -> Array:
+    """Attention received since a token arrived, +inf for the last `recent`: Candidates -> f32[R,H,C]."""
+    assert candidates.read is not None and candidates.length is not None
+    received = candidates.read("score")
+    if normalise:  # by the number of queries that could see the token
+        received = received / jnp.maximum(candidates.length[:, None, None] - candidates.read("pos"), 1)
+    rank = jnp.arange(received.shape[-1], dtype=jnp.int32)
+    return jnp.where(rank < candidates.total[..., None] - recent, received, jnp.inf)
+
+
+def h2o(budget: int = 4096, recent: int | None = None, period: int = 128, normalise: bool = False, page: int = 16) -> Method:
+    """Keep heavy hitters: tokens whose summed attention over all queries so far is largest, beside the most recent tokens.
+
+    score_j = sum over every query since j arrived of the mean over the group of softmax(q K^T / sqrt(D))_j
+
+    Family: eviction
+    Paper: Zhang et al. 2023, arXiv 2306.14048.
+    Differs: one set per kv head (the group's mean). Decoding trims every `period` tokens, not at each (1 is the paper); the
+        prompt is attended to as a whole and trimmed at its end.
+    Keeps: budget tokens per kv head and layer after a prompt or trim, at most budget + period.
+
+    Args:
+        budget: tokens kept per kv head and layer, recent ones included.
+        recent: latest tokens that are always kept (default budget / 2).
+        period: decoded tokens between trims.
+        normalise: whether a score is divided by the number of queries that could see the token: without it early tokens win.
+        page: tokens a page of the pool.
+    """
+    recent = budget // 2 if recent is None else recent
+    check(budget > recent >= 0, f"budget={budget} must be larger than recent={recent}, and recent >= 0")
+    check(period >= 1, f"period={period} must be at least 1 step; a large value trims rarely")
+
+    def retention(spec: LayerSpec) -> Retention:
+        return Retention(budget, period, 0, lambda c: score(c, recent, normalise), received=group_mean)
+
+    arguments = dict(budget=budget, recent=recent, period=period, normalise=normalise, page=page)
+    return composed("h2o", arguments, raw(page), retention, refuses=UNREAD)

@@ -1,0 +1,26 @@
+"""Attention received so far (METHODS 0 and 4.2)."""
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from tests.oracles.transformer import Evicting
+
+
+class Oracle(Evicting):
+    def __init__(self, index: int, layers: int, heads: int, **arguments: Any) -> None:
+        super().__init__(index, layers, heads, **arguments)
+        self.slack = self.period
+        self.received = [Counter() for _ in range(heads)]
+
+    def output(self, head: int, query: np.ndarray, at: int, positions: list[int]) -> np.ndarray:
+        for p, weight in zip(positions, self.weights(head, query, at, positions).mean(0), strict=True):
+            self.received[head][p] += weight
+        return super().output(head, query, at, positions)
+
+    def score(self, head: int, window: int) -> np.ndarray:
+        held = self.kept[head]
+        score = np.array([self.received[head][p] / (len(self.k) - p if self.normalise else 1) for p in held])
+        score[len(held) - self.recent :] = np.inf
+        return score
