@@ -162,14 +162,15 @@ def _layer_major(
     carries, after = None, []
     for i, ((spec, method), state) in enumerate(zip(cache.layers, cache.states, strict=True)):
         width = method.pages(method.stage_run(tokens.shape[0] * tokens.shape[2]))
-        stage = method.prefill.init(1, width)
+        assert method.history and method.seal, "order layer needs both"
+        stage, history = method.prefill.init(1, width), method.history
         table = jnp.arange(width, dtype=jnp.int32)[None]
 
-        def body(stage: State, chunk: Any, i=i, spec=spec, method=method, state=state, table=table) -> tuple[State, Any]:
+        def body(stage: State, chunk: Any, i=i, spec=spec, method=method, state=state, table=table, history=history) -> Any:
             hidden, carry, ids, begin, new = chunk
             old = _slot_rows(cache, i, slot, begin, new, ids)
             rows = old._replace(slot=jnp.zeros(1, jnp.int32), table=table)
-            older = lambda qkv: method.history(state, qkv, old)  # noqa: E731
+            older = lambda qkv: history(state, qkv, old)  # noqa: E731
             weights = model.params["layers"][i]
             hidden, stage, carry = step.run_layer(weights, model.config, spec, method.prefill, stage, hidden, carry, rows, older)
             return stage, (hidden, carry)
