@@ -45,11 +45,16 @@ def _per_head(x: Array) -> Array:
     return x[:, None, None, None, None] if x.ndim == 1 else x[:, :, None, None, None]
 
 
+def _by_head(q: Array) -> Array:
+    """[R,T,H,G,D] -> [R,H,G,T,D], laid out so before the block loop: inside, every block would copy it anew."""
+    return jnp.moveaxis(q, 1, 3)
+
+
 def _logits(q: Array, view: AttentionView, ids: Array, base: Array | int) -> Array:
-    """Masked logits f32[R,H,G,T,C] of one block of entries whose first listed token is number `base`."""
+    """Masked logits f32[R,H,G,T,C] of one block of entries whose first listed token is number `base`; q [R,H,G,T,D]."""
     k = gather(view.k, ids, view.run)
     scale = view.scale if view.scale is not None else q.shape[-1] ** -0.5
-    logits = jnp.einsum("rthgd,rhcd->rhgtc", q, k.astype(q.dtype), preferred_element_type=jnp.float32) * scale
+    logits = jnp.einsum("rhgtd,rhcd->rhgtc", q, k.astype(q.dtype), preferred_element_type=jnp.float32) * scale
     if view.softcap is not None:
         logits = view.softcap * jnp.tanh(logits / view.softcap)
     block = k.shape[2]
@@ -61,7 +66,7 @@ def _logits(q: Array, view: AttentionView, ids: Array, base: Array | int) -> Arr
     if view.first is not None:
         seen &= at >= _per_head(view.first)
     if view.own is not None:
-        query = jnp.arange(q.shape[1], dtype=jnp.int32)[:, None]
+        query = jnp.arange(q.shape[3], dtype=jnp.int32)[:, None]
         seen &= at <= _per_head(view.length) - view.own[:, None, None, None, None] + query
     if view.pos is not None and view.q_pos is not None:
         pos = gather(view.pos, ids, view.run)[:, :, None, None, :]
@@ -92,8 +97,7 @@ def attend(q: Array, view: AttentionView) -> tuple[Array, Array]:
 
     Returns out [R,T,H,G,Dv] in q's dtype and lse f32[R,T,H,G]; a query that sees nothing has out 0 and lse -inf.
     """
-    q = view.q if view.q is not None else q
-    rows, new, heads, group, _ = q.shape
+    q = _by_head(view.q if view.q is not None else q)
     view, size, count = _blocks(view)
 
     def step(i: Array | int, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -113,9 +117,9 @@ def attend(q: Array, view: AttentionView) -> tuple[Array, Array]:
         return new_top, total * fade + jnp.sum(weight, axis=-1), acc * fade[..., None] + part
 
     start = (
-        jnp.full((rows, heads, group, new), -jnp.inf, jnp.float32),
-        jnp.zeros((rows, heads, group, new), jnp.float32),
-        jnp.zeros((rows, heads, group, new, view.v.shape[-1]), jnp.float32),
+        jnp.full(q.shape[:-1], -jnp.inf, jnp.float32),
+        jnp.zeros(q.shape[:-1], jnp.float32),
+        jnp.zeros((*q.shape[:-1], view.v.shape[-1]), jnp.float32),
     )
     top, total, acc = step(0, start) if view.ids.shape[-1] == size else lax.fori_loop(0, count, step, start)
     out = jnp.where(total[..., None] > 0, acc / jnp.where(total == 0, 1.0, total)[..., None], 0.0)
@@ -129,7 +133,7 @@ def mass(q: Array, view: AttentionView, lse: Array, real: Array) -> Array:
 
     q [R,T,H,G,D], lse f32[R,T,H,G], real bool[R,T] -> f32[R,H,G,C], C = M * run; tokens no query sees get 0.
     """
-    q = view.q if view.q is not None else q
+    q = _by_head(view.q if view.q is not None else q)
     listed = view.ids.shape[-1] * view.run
     view, size, count = _blocks(view)
     lse = jnp.moveaxis(lse, 1, 3)
@@ -141,7 +145,7 @@ def mass(q: Array, view: AttentionView, lse: Array, real: Array) -> Array:
         weight = jnp.exp(_logits(q, view, ids, i * width) - lse)
         return lax.dynamic_update_slice_in_dim(out, jnp.sum(weight, axis=3), i * width, axis=3)
 
-    out = jnp.zeros((q.shape[0], q.shape[2], q.shape[3], view.ids.shape[-1] * view.run), jnp.float32)
+    out = jnp.zeros((*q.shape[:3], view.ids.shape[-1] * view.run), jnp.float32)
     out = step(0, out) if out.shape[-1] == width else lax.fori_loop(0, count, step, out)
     return out[..., :listed]
 

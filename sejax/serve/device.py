@@ -128,8 +128,12 @@ class Device:
 
     def trim(self, slot: int) -> None:
         """Make room in a slot that is due."""
-        states, self.live = self.programs("trim", tuple(self.states), tuple(self.tables), self.live, np.array([slot], np.int32))
-        self.states = list(states)
+        row = np.array([slot], np.int32)
+        for layer, (_, record) in enumerate(self.plan.layers):
+            if record.decode.after_step:
+                table = self.tables[self.layer_table[layer]]
+                self.states[layer] = self.programs("trim", self.states[layer], table, self.live, row, layer=layer)
+        self.live = self.programs("trimmed", self.live, row)
 
     def truncate(self, slot: int, length: int) -> None:
         """Drop a slot's tokens at positions >= length."""

@@ -1,12 +1,14 @@
 """Every program the engine runs, compiled before the first request. With sejax/functional.py the only place of jax.jit.
 
 Cache state is donated: a program takes the buffers and hands them back. A prefill unit's hidden state is not: the host waits
-on it to bound how far it runs ahead. Layers whose lowered text is equal share a program.
+on it to bound how far it runs ahead. Layers whose lowered text is equal share a program; layers of equal specs whose method
+never asked for their index need not even be lowered.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import time
@@ -53,6 +55,20 @@ class Job(NamedTuple):
     fresh: Any  # first unit of this turn in this layer: forget what the stage (or a new sequence's slot) held
 
 
+class Watched(LayerSpec):
+    """A spec that notices when somebody reads its index: a pure function that never does treats layers of equal specs alike."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "index":
+            vars(self)["asked"] = True
+        return super().__getattribute__(name)
+
+    @property
+    def kind_of(self) -> tuple[Any, ...] | None:
+        """All but the index; None once that was read."""
+        return None if "asked" in vars(self) else tuple(getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "index")
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """The layers of one engine: what the program bodies close over."""
@@ -61,9 +77,10 @@ class Plan:
     method: Method
     sizes: Sizes
 
-    @property
-    def layers(self) -> tuple[tuple[LayerSpec, LayerMethod], ...]:
-        return step.layers_of(self.model.config, str(self.model.dtype), self.method)
+    @functools.cached_property
+    def layers(self) -> tuple[tuple[Watched, LayerMethod], ...]:
+        specs = [Watched(**vars(spec)) for spec in decoder.specs(self.model.config, str(self.model.dtype))]
+        return tuple((spec, self.method.layer(spec, None)) for spec in specs)
 
     def width(self, method: LayerMethod) -> int:
         """M of the layer's table."""
@@ -96,12 +113,17 @@ def _decode(plan: Plan, layer_table: tuple[int, ...], greedy: bool, params: Any,
     return states, live, jnp.stack([jnp.where(count > 0, token, -1), due.astype(jnp.int32)])
 
 
-def _trim(plan: Plan, layer_table: tuple[int, ...], states: Any, tables: Any, live: Live, slot: Array) -> Any:
-    rows = live_rows.of_slots(live, slot)
-    per_layer = tuple(tables[i] for i in layer_table)
-    given = Rows(slot, rows.length, jnp.zeros_like(slot), slot[:, None], slot[:, None])
-    states = step.trim(plan.layers, states, per_layer, given)
-    return states, live._replace(due=live.due.at[slot].set(False, mode="drop"))
+def _trim(plan: Plan, index: int, state: State, table: Array, live: Live, slot: Array) -> State:
+    """Make room in one layer of a slot that is due."""
+    _, method = plan.layers[index]
+    length = live.length.at[slot].get(mode="fill", fill_value=0)
+    rows = step.rows_of(table, slot, length, jnp.zeros_like(slot), slot[:, None], step.pool_pages(state))
+    assert method.decode.after_step is not None
+    return method.decode.after_step(state, rows)
+
+
+def _trimmed(live: Live, slot: Array) -> Live:
+    return live._replace(due=live.due.at[slot].set(False, mode="drop"))
 
 
 def _forget(state: State, slot: Array, fresh: Array) -> State:
@@ -232,7 +254,7 @@ class Programs:
         progress(done, known so far) is called as programs become ready.
         """
         began = time.perf_counter()
-        lowered = itertools.chain(self._whole_programs(states, tables, live), self._layer_programs(states, stage, tables))
+        lowered = itertools.chain(self._whole_programs(states, tables, live), self._layer_programs(states, stage, tables, live))
         with ThreadPoolExecutor(2) as pool:
             waiting = {}
             for key, program in lowered:
@@ -246,13 +268,13 @@ class Programs:
                     progress(done, len(waiting))
         self.seconds += time.perf_counter() - began
 
-    def _layer_programs(self, states: Any, stage: Any, tables: Any) -> Iterator[tuple[Key, Any]]:
-        """Prefill units and seals: lowered for every layer at the smallest bucket, for others once a group."""
-        plan, first = self.plan, {}
+    def _layer_programs(self, states: Any, stage: Any, tables: Any, live: Live) -> Iterator[tuple[Key, Any]]:
+        """Prefill units, seals and trims: lowered for every layer at the smallest bucket, for others once a group."""
+        plan, first, alike = self.plan, {}, {}
         params, scalar = _shape(plan.model.params), jax.ShapeDtypeStruct((), jnp.int32)
         job = Job(scalar, scalar, scalar, scalar, jax.ShapeDtypeStruct((), jnp.bool_))
         carry: Any = None
-        for index, (_, method) in enumerate(plan.layers):
+        for index, (spec, method) in enumerate(plan.layers):
             state, table = _shape(states[index]), _shape(tables[self.layer_table[index]])
 
             def unit(chunk: int, index: int = index, state: Any = state, table: Any = table, carry: Any = carry) -> Any:
@@ -264,17 +286,26 @@ class Programs:
                 f = jax.jit(_bind(_stage_unit, plan, index), donate_argnums=1)
                 return f.lower(params["layers"][index], _shape(stage), x, carry, state, table, tokens, job)
 
+            shapes = str((params["layers"][index], state, table, carry))
+            if spec.kind_of is not None and (spec.kind_of, shapes) in alike:
+                self.groups.append(alike[spec.kind_of, shapes])
+                continue
             smallest = unit(plan.sizes.chunks[0])
             carry = smallest.out_info[2]
-            seal = None
+            seal = trim = None
             if stage is not None:
                 f = jax.jit(_bind(_seal, plan, index), donate_argnums=0)
                 seal = f.lower(state, _shape(stage), table, job, scalar)
             elif method.seal:
                 seal = jax.jit(_bind(_seal_in_place, plan, index), donate_argnums=0).lower(state, table, job)
-            text = smallest.as_text() + (seal.as_text() if seal else "")
+            if method.decode.after_step:
+                f = jax.jit(_bind(_trim, plan, index), donate_argnums=0)
+                trim = f.lower(state, table, _shape(live), jax.ShapeDtypeStruct((1,), jnp.int32))
+            text = "".join(program.as_text() for program in (smallest, seal, trim) if program)
             group = first.setdefault(hashlib.sha256(text.encode()).digest(), index)
             self.groups.append(group)
+            if spec.kind_of is not None and str((params["layers"][index], state, table, carry)) == shapes:
+                alike[spec.kind_of, shapes] = group
             if group != index:
                 continue
             yield ("unit", index, plan.sizes.chunks[0]), smallest
@@ -282,6 +313,8 @@ class Programs:
                 yield ("unit", index, chunk), unit(chunk)
             if seal is not None:
                 yield ("seal", index, 0), seal
+            if trim is not None:
+                yield ("trim", index, 0), trim
             if plan.sizes.pages is not None:  # only sequences that grow are ever paused
                 yield ("take", index, 0), jax.jit(_take).lower(state, table, scalar)
                 moved = _shape(jax.eval_shape(_take, state, table, scalar))
@@ -300,9 +333,7 @@ class Programs:
                 f = jax.jit(_bind(_decode, plan, self.layer_table, greedy), donate_argnums=(1, 3))
                 yield (name, 0, bucket), f.lower(params, states_, tables_, live_, slot)
         if trims:
-            slot = jax.ShapeDtypeStruct((1,), jnp.int32)
-            f = jax.jit(_bind(_trim, plan, self.layer_table), donate_argnums=(0, 2))
-            yield ("trim", 0, 0), f.lower(states_, tables_, live_, slot)
+            yield ("trimmed", 0, 0), jax.jit(_trimmed, donate_argnums=0).lower(live_, jax.ShapeDtypeStruct((1,), jnp.int32))
         if any(method.truncate for _, method in plan.layers):
             f = jax.jit(_bind(_truncate, plan, self.layer_table), donate_argnums=0)
             yield ("truncate", 0, 0), f.lower(states_, tables_, scalar, scalar)
