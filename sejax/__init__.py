@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from sejax.cache.method import combine as combine
     from sejax.functional import Cache as Cache
     from sejax.functional import Session as Session
     from sejax.functional import clear as clear
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from sejax.types import Method as Method
 
 _HOME = {
+    "sejax.cache.method": ("combine",),
     "sejax.functional": ("Cache", "Session", "clear", "decode", "init", "kept", "prefill", "put", "take"),
     "sejax.methods": ("method",),
     "sejax.models": ("Model", "load", "logits"),
