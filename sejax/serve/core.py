@@ -28,9 +28,12 @@ RESERVE = 1024  # tokens of an answer that admission sets aside: clients rarely 
 
 
 class Core:
-    """State of the engine thread. lanes: token rows of each prefill lane; unit_cost: bucket -> seconds of one prefill unit."""
+    """State of the engine thread. lanes: token rows of each prefill lane; unit_cost: bucket -> seconds of one prefill unit;
+    patience: batch bucket -> seconds of prefill between two decode steps of that many rows."""
 
-    def __init__(self, device: Device, slots: int, lanes: dict[int, int], unit_cost: dict[int, float], patience: float, root: bytes):
+    def __init__(
+        self, device: Device, slots: int, lanes: dict[int, int], unit_cost: dict[int, float], patience: dict[int, float], root: bytes
+    ):
         self.device, self.slots, self.lanes, self.unit_cost, self.patience = device, slots, lanes, unit_cost, patience
         self.growing = device.sizes.pages is not None
         self.pages = Pages(device.sizes.pages or 0)
@@ -150,7 +153,8 @@ class Core:
     def _prefill(self) -> bool:
         """Units of the prompts in turn, for about `patience` seconds if somebody decodes meanwhile."""
         spent, worked = 0.0, False
-        while self.prefilling and spent < self.patience:
+        patience = self.patience[self.device.programs.rows_bucket(max(1, len(self.running)))]
+        while self.prefilling and spent < patience:
             request = self.prefilling.pop(0)
             assert request.units is not None
             worked, unit = True, next(request.units, None)

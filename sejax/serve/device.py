@@ -54,7 +54,7 @@ class Device:
             bucket = sizes[-1] if count >= sizes[-1] else min(c for c in sizes if c >= count)
             smaller = fitting[-1] if fitting else bucket
             # 140 tokens run as 128 + 32 rather than as 512: padding costs as much as tokens do.
-            found.append(smaller if bucket > 2 * count and smaller < count else bucket)
+            found.append(smaller if bucket >= 2 * count and smaller < count else bucket)
             count -= found[-1]
         return found
 

@@ -27,7 +27,8 @@ from sejax.types import Method
 
 CHUNKS = (32, 128, 512)
 SHORT_LANE = 2048  # token rows of the second prefill lane: a short prompt need not wait for a long one
-PATIENCE = 0.010  # seconds of prefill between two decode steps
+PATIENCE = 0.010  # seconds of prefill between two decode steps, at least
+SHARE = 1.5  # and at least that many times what a step takes: where steps are slow, a prompt must not wait for a hundred of them
 
 
 class Result(NamedTuple):
@@ -148,7 +149,7 @@ class Engine:
         )
         device = Device(self.model, self.method, sizes, self._progress)
         root = chain.root([str(self.method), repr(self.model.config), str(self.model.dtype)])
-        return Core(device, self._slots, lanes, _unit_costs(device), PATIENCE, root)
+        return Core(device, self._slots, lanes, _unit_costs(device), _patience(device), root)
 
     # ---- requests, from any thread ----
 
@@ -344,3 +345,16 @@ def _unit_costs(device: Device) -> dict[int, float]:
             times.append(time.perf_counter() - began)
         costs[bucket] = min(times)
     return costs
+
+
+def _patience(device: Device) -> dict[int, float]:
+    """Seconds of prefill between two decode steps, by batch bucket; steps are measured once on idle rows."""
+    found = {}
+    for bucket in device.programs.row_buckets():
+        times = []
+        for _ in range(2):
+            began = time.perf_counter()
+            jax.block_until_ready(device.decode([device.sizes.slots] * bucket))
+            times.append(time.perf_counter() - began)
+        found[bucket] = max(PATIENCE, SHARE * min(times))
+    return found
