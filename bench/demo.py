@@ -82,7 +82,8 @@ def main(specs: Sequence[str]) -> int:
     compiled, whole = sum(run.compiled for run in runs), time.perf_counter() - loaded
     console.print(
         "A next turn computes its new tokens only, under every method. kept: tokens that still have keys and values, per kv head "
-        "and layer. held: their bytes. allocated: every slot and the prefill stage, used or not."
+        "and layer; a method may read only some of them in a step. held: their bytes. allocated: every slot and the prefill stage, "
+        "used or not."
     )
     console.print(
         f"Took {whole:.0f} s without loading ({loaded - began:.0f} s), {compiled:.0f} s of it compiling; "
