@@ -238,6 +238,8 @@ class Core:
                 request.flying -= 1
                 if request.finish is None:
                     request.launched -= 1  # it had to make room first: the step is owed
+                if request.closing and not request.flying and request in self.running:
+                    self._finish(request, "cancelled")
 
     def _token(self, request: Request, token: int, first: bool = False) -> None:
         request.flying -= 1

@@ -208,3 +208,17 @@ def test_a_full_queue_says_so_and_a_broken_step_ends_every_request() -> None:
     with pytest.raises(InvalidRequest, match="not serving") as caught:
         ask(engine, [1])
     assert caught.value.status == 503
+
+
+def test_a_cancel_while_the_row_must_make_room_ends_too() -> None:
+    """The step in flight gives no token then: the cancel must not wait for one."""
+    with Engine(MODEL, sejax.method("h2o:budget=8,period=2,page=8"), max_len=160, rows=1, slots=2, chunks=(32,), seed=1) as engine:
+        for tokens in range(40):  # whatever is in flight when the cancel comes
+            id, inbox = ask(engine, PROMPTS[2], max_tokens=120)
+            for _ in range(1 + tokens % 10):
+                inbox.get(timeout=10)
+            engine.cancel(id)
+            while inbox.get(timeout=10).finish is None:
+                pass
+        assert settled(engine)
+        accounted(engine)
