@@ -187,7 +187,9 @@ def summary(runs: list[Run]) -> Table:
 def _table(*columns: str) -> Table:
     table = Table()
     for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left", vertical="bottom" if number else "top", no_wrap=number > 0)
+        table.add_column(
+            column, justify="right" if number else "left", vertical="bottom" if number else "top", overflow="fold", no_wrap=number > 0
+        )
     return table
 
 
