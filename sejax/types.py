@@ -105,10 +105,6 @@ class LayerSpec:
     kind: Kind = "attention"
 
 
-def _keep(state: State, *_: Any) -> State:
-    return state
-
-
 def _pass(state: State, qkv: Any, seen: Any, carry: Any, rows: Any) -> tuple[State, Any]:
     return state, carry
 
