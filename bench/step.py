@@ -6,6 +6,7 @@ step must read the weights once and what its method reads of the cache once, at 
 
 from __future__ import annotations
 
+import functools
 import gc
 import statistics
 import sys
@@ -20,12 +21,13 @@ import numpy as np
 import sejax
 from bench.timing import kernel_times, matmul_peak, read_bandwidth, record
 from sejax.models import Config, Model
-from sejax.models.family import layer_shapes, top_shapes
+from sejax.models.family import PACKED, layer_shapes, top_shapes
 from sejax.models.rope import Rope
 from sejax.serve import live as live_rows
 from sejax.serve.device import Device
-from sejax.serve.programs import Plan, Sizes, _bind, _decode
-from sejax.types import State
+from sejax.serve.plan import Plan, Sizes
+from sejax.serve.programs import _bind, _decode
+from sejax.types import Rows, State
 
 SHAPES = {
     "8b": dict(hidden_size=4096, heads=32, intermediate_size=12288, tie_embeddings=False),
@@ -68,8 +70,17 @@ def random_model(shape: str) -> Model:
         return jnp.ones(size, jnp.bfloat16) if name.endswith("norm") else make(next(keys), size)
 
     params: dict[str, Any] = {name: tensor(name, size) for name, size in top_shapes(config).items()}
-    params["layers"] = tuple({n: tensor(n, s) for n, s in layer_shapes(config).items()} for _ in range(config.layers))
+    shapes = layer_shapes(config)
+    for name, parts in PACKED.items():
+        sizes = [shapes.pop(part) for part in parts]
+        shapes[name] = (sum(size[0] for size in sizes), sizes[0][1])
+    params["layers"] = tuple({n: tensor(n, s) for n, s in shapes.items()} for _ in range(config.layers))
     return Model(params, config)
+
+
+@functools.partial(jax.jit, donate_argnums=0, static_argnums=(2, 3))
+def _fill(x: jax.Array, key: jax.Array, low: float, high: float) -> jax.Array:
+    return jax.random.uniform(key, x.shape, x.dtype, low, high)
 
 
 def filled(state: State, length: int, key: jax.Array) -> State:
@@ -80,9 +91,7 @@ def filled(state: State, length: int, key: jax.Array) -> State:
         if x.dtype == jnp.int32 or "ring" in name:
             return x
         low, high = {"low": (-3.0, 0.0), "high": (0.0, 3.0)}.get(name.split("'")[-2], (-1.7, 1.7))
-        seed = jax.random.fold_in(key, hash(name) % 2**31)
-        fill = jax.jit(lambda x, k: jax.random.uniform(k, x.shape, x.dtype, low, high), donate_argnums=0)
-        return fill(x, seed)
+        return _fill(x, jax.random.fold_in(key, hash(name) % 2**31), low, high)
 
     pages = jax.tree_util.tree_map_with_path(leaf, state.pages)
     return State(pages, state.rows | {"n": jnp.full_like(state.rows["n"], length)})
@@ -106,15 +115,18 @@ def cache_bytes(model: Model, method: Any, rows: int, length: int) -> int:
     return rows * (dense * length * token + selecting * (index + min(length, arguments["budget"]) * token))
 
 
-def stepper(model: Model, method: Any, rows: int, length: int) -> Callable[[], jax.Array]:
-    """A function that dispatches one decode step of `rows` sequences of `length` tokens and returns its tokens."""
+def stepper(model: Model, method: Any, rows: int, length: int, kept: int | None = None, indexed: bool = False) -> Callable[[], jax.Array]:
+    """A function that dispatches one decode step of `rows` sequences of `length` tokens and returns its tokens.
+
+    kept: rows each layer holds of them (default: all); indexed: the method's prompt end runs over the filled pools first.
+    """
     room = length + 512
     plan = Plan(model, method, Sizes(rows, rows, room, None, (), (32,)))
     records = [record for _, record in plan.layers]
     widths = sorted({plan.width(r) for r in records})
     layer_table = tuple(widths.index(plan.width(r)) for r in records)
     keys = jax.random.split(jax.random.key(1), len(records))
-    states = tuple(filled(r.decode.init(rows, plan.pool(r)), length, k) for r, k in zip(records, keys, strict=True))
+    states = tuple(filled(r.decode.init(rows, plan.pool(r)), kept or length, k) for r, k in zip(records, keys, strict=True))
     order = np.random.default_rng(0)
     tables = tuple(jnp.asarray(order.permutation(rows * w).reshape(rows, w), jnp.int32) for w in widths)
     live = live_rows.empty(rows)
@@ -123,6 +135,10 @@ def stepper(model: Model, method: Any, rows: int, length: int) -> Callable[[], j
         forced=jnp.full_like(live.forced, -1),
     )  # fmt: skip
     slots = np.arange(rows, dtype=np.int32)
+    if indexed:
+        all_ = (jnp.arange(rows), jnp.zeros(rows, jnp.int32), jnp.full(rows, length, jnp.int32))
+        given = [Rows(*all_, tables[i], jnp.zeros((rows, 1), jnp.int32)) for i in layer_table]
+        states = tuple(jax.jit(r.seal, donate_argnums=0)(x, g) if r.seal else x for r, x, g in zip(records, states, given, strict=True))
     program = jax.jit(_bind(_decode, plan, layer_table, True), donate_argnums=(1, 3))
     began = time.perf_counter()
     program = program.lower(model.params, states, tables, live, slots).compile()

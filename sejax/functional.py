@@ -36,7 +36,7 @@ class Cache(struct.PyTreeNode):
 
     @property
     def layers(self) -> tuple[tuple[LayerSpec, LayerMethod], ...]:
-        return step.layers_of(self.config, self.dtype, self.method)
+        return step.layers_of(self.config, self.dtype, self.method, self.max_len)
 
     @property
     def layer_tables(self) -> tuple[Array, ...]:
@@ -62,8 +62,8 @@ def init(model: Model, method: Method, slots: int, max_len: int) -> Cache:
     """
     if slots < 1 or max_len < 1:
         raise ValueError(f"slots={slots} and max_len={max_len} must both be at least 1")
-    dtype = str(model.dtype)
-    layers = step.layers_of(model.config, dtype, method)
+    dtype, method = str(model.dtype), method.fitted(model)
+    layers = step.layers_of(model.config, dtype, method, max_len)
     widths = [m.pages(m.run(max_len)) for _, m in layers]
     states = tuple(m.decode.init(slots, slots * width) for (_, m), width in zip(layers, widths, strict=True))
     tables = tuple(jnp.arange(slots * w, dtype=jnp.int32).reshape(slots, w) for w in sorted(set(widths)))
@@ -71,7 +71,7 @@ def init(model: Model, method: Method, slots: int, max_len: int) -> Cache:
 
 
 def _check(model: Model, method: Method, cache: Cache) -> None:
-    if cache.method != method or cache.config != model.config:
+    if cache.method not in (method, method.fitted(model)) or cache.config != model.config:
         raise ValueError(f"the cache was made for {cache.method}, not for {method} with this model; make one with sejax.init")
 
 
@@ -135,31 +135,55 @@ def _scan(body: Any, carry: Any, xs: Any) -> tuple[Any, Any]:
 def _chunk_major(
     model: Model, cache: Cache, slot: Array, start: Array, count: Array, tokens: Array, starts: Array, counts: Array, x: Array
 ) -> tuple[Array, tuple[State, ...]]:
-    """Each chunk through all layers, in place; then the in-place seal."""
+    """Each chunk through all layers, in place; then the method's passes, and the in-place seal."""
+    turn = jnp.stack([start, start + count])[None]
 
     def body(states: tuple[State, ...], chunk: Any) -> tuple[tuple[State, ...], Array]:
         hidden, ids, begin, new = chunk
         carry, after = None, []
         for i, ((spec, method), state) in enumerate(zip(cache.layers, states, strict=True)):
-            rows = _slot_rows(cache, i, slot, begin, new, ids)
+            rows = _slot_rows(cache, i, slot, begin, new, ids)._replace(turn=turn)
             weights = model.params["layers"][i]
             hidden, state, carry = step.run_layer(weights, model.config, spec, method.prefill, state, hidden, carry, rows)
             after.append(state)
         return tuple(after), hidden
 
     states, x = _scan(body, cache.states, (x, tokens, starts, counts))
-    sealed = []
+    states = _replayed(model, cache, slot, start, count, tokens.reshape(-1), states)
+    sealed, one = [], Rows(slot[None], start[None], count[None], slot[None, None], tokens[0])
+    joint = step.joined(cache.method, states, cache.layer_tables, one)
     for i, ((_, method), state) in enumerate(zip(cache.layers, states, strict=True)):
         rows = _slot_rows(cache, i, slot, start, count, tokens[0])
-        sealed.append(method.seal(state, rows) if method.seal else state)
+        sealed.append(method.seal(state, rows, *joint) if method.seal else state)
     return x, tuple(sealed)
+
+
+def _replayed(
+    model: Model, cache: Cache, slot: Array, start: Array, count: Array, tokens: Array, states: tuple[State, ...]
+) -> tuple[State, ...]:
+    """The method's passes over a first prompt, tokens i32[T]; other turns have none."""
+    passes = cache.method.passes
+    if passes is None:
+        return states
+
+    def again(index: Array, states: tuple[State, ...]) -> tuple[State, ...]:
+        ids, new, carry = passes.input(index, tokens, count)
+        x, after = decoder.embed(model.params, model.config, ids[None]), []
+        for i, ((spec, method), state) in enumerate(zip(cache.layers, states, strict=True)):
+            assert method.replay
+            rows = _slot_rows(cache, i, slot, count, new, ids[None])
+            x, state, carry = step.run_layer(model.params["layers"][i], model.config, spec, method.replay, state, x, carry, rows)
+            after.append(state)
+        return tuple(after)
+
+    return lax.fori_loop(0, jnp.where(start == 0, passes.number(count), 0), again, states)
 
 
 def _layer_major(
     model: Model, cache: Cache, slot: Array, start: Array, count: Array, tokens: Array, starts: Array, counts: Array, x: Array
 ) -> tuple[Array, tuple[State, ...]]:
     """All chunks through one layer's stage, seal it, next layer: one layer's raw keys and values exist at a time."""
-    carries, after = None, []
+    carries, after, turn = None, [], jnp.stack([start, start + count])[None]
     for i, ((spec, method), state) in enumerate(zip(cache.layers, cache.states, strict=True)):
         width = method.pages(method.stage_run(tokens.shape[0] * tokens.shape[2]))
         assert method.history and method.seal, "order layer needs both"
@@ -168,7 +192,7 @@ def _layer_major(
 
         def body(stage: State, chunk: Any, i=i, spec=spec, method=method, state=state, table=table, history=history) -> Any:
             hidden, carry, ids, begin, new = chunk
-            old = _slot_rows(cache, i, slot, begin, new, ids)
+            old = _slot_rows(cache, i, slot, begin, new, ids)._replace(turn=turn)
             rows = old._replace(slot=jnp.zeros(1, jnp.int32), table=table)
             older = lambda qkv: history(state, qkv, old)  # noqa: E731
             weights = model.params["layers"][i]
@@ -197,7 +221,7 @@ def _decode(model: Model, method: Method, cache: Cache, tokens: Array, slots: Ar
     if flags is not None:
         states, logits = lax.optimization_barrier((states, logits))  # without it one layer's pool is copied every step
         flags = flags & (count > 0)
-        states = lax.cond(jnp.any(flags), lambda s: step.trim(cache.layers, s, cache.layer_tables, rows), lambda s: s, states)
+        states = lax.cond(jnp.any(flags), lambda s: step.trim(cache.method, cache.layers, s, cache.layer_tables, rows), lambda s: s, states)
     logits = jnp.where((fits | ~real)[:, None], logits, jnp.nan)
     return logits, cache.replace(states=states, length=cache.length.at[slot].add(count, mode="drop"))
 

@@ -16,9 +16,9 @@ from sejax.models.config import Config
 from sejax.types import Array, Hooks, LayerMethod, LayerSpec, Method, Qkv, Rows, State
 
 
-def layers_of(config: Config, dtype: Any, method: Method) -> tuple[tuple[LayerSpec, LayerMethod], ...]:
-    """Each layer with its method's record."""
-    return tuple((spec, method.layer(spec, None)) for spec in decoder.specs(config, dtype))
+def layers_of(config: Config, dtype: Any, method: Method, max_len: int) -> tuple[tuple[LayerSpec, LayerMethod], ...]:
+    """Each layer with its method's record, for sequences of up to max_len tokens."""
+    return tuple((spec, method.layer(spec, None)) for spec in decoder.specs(config, dtype, max_len))
 
 
 def run_layer(
@@ -39,7 +39,8 @@ def run_layer(
         written = hooks.write(state, qkv, rows)
         views, passed = hooks.before_attention(written, qkv, carry, rows)
         older = history(qkv) if history else ()
-        seen = attention(qkv.q, (*older, *views), rows.count)
+        views = (*older, *views)
+        seen = hooks.attend(qkv.q, views, rows) if hooks.attend else attention(qkv.q, views, rows.count)
         return seen.out, hooks.after_attention(written, qkv, seen, passed, rows)
 
     x, (state, carry) = decoder.layer(params, config, spec, x, positions, attend)
@@ -90,15 +91,24 @@ def due(
     return jnp.any(jnp.stack(flags), axis=0) if flags else None
 
 
+def joined(method: Method, states: tuple[State, ...], tables: tuple[Array, ...], rows: Rows) -> tuple[Any, ...]:
+    """What seals and trims take beside (state, rows): nothing, or the method's joint of all layers. tables: i32[S,M] a layer."""
+    if method.joint is None:
+        return ()
+    each = (rows_of(t, rows.slot, rows.start, rows.count, rows.tokens, pool_pages(s)) for s, t in zip(states, tables, strict=True))
+    return (method.joint(states, tuple(each)),)
+
+
 def trim(
-    layers: tuple[tuple[LayerSpec, LayerMethod], ...], states: tuple[State, ...], tables: tuple[Array, ...], rows: Rows
+    method: Method, layers: tuple[tuple[LayerSpec, LayerMethod], ...], states: tuple[State, ...], tables: tuple[Array, ...], rows: Rows
 ) -> tuple[State, ...]:
     """decode.after_step of every layer, chained by data so that their temporaries do not add up."""
     after, slot = [], rows.slot
-    for (_, method), state, table in zip(layers, states, tables, strict=True):
-        if method.decode.after_step:
+    joint = joined(method, states, tables, rows)
+    for (_, layer), state, table in zip(layers, states, tables, strict=True):
+        if layer.decode.after_step:
             entry = table.at[slot].get(mode="fill", fill_value=pool_pages(state))
-            state = method.decode.after_step(state, rows._replace(slot=slot, table=entry))
+            state = layer.decode.after_step(state, rows._replace(slot=slot, table=entry), *joint)
             slot, _ = jax.lax.optimization_barrier((slot, state.rows))
         after.append(state)
     return tuple(after)

@@ -31,7 +31,8 @@ class Rows(NamedTuple):
     """The sequences one call touches. A padding row has slot S and page ids N: gathers clamp, scatters drop.
 
     slot i32[R]; start i32[R] logical tokens before this call; count i32[R] new tokens of this call (0: the row is idle);
-    table i32[R,M] page ids of the row's run; tokens i32[R,T] token ids.
+    table i32[R,M] page ids of the row's run; tokens i32[R,T] token ids; turn i32[R,2] first position of the prompt that a
+    prefill chunk belongs to and the one behind its last (None: the call is all of it).
     """
 
     slot: Array
@@ -39,6 +40,7 @@ class Rows(NamedTuple):
     count: Array
     table: Array
     tokens: Array
+    turn: Array | None = None
 
 
 class Qkv(NamedTuple):
@@ -103,6 +105,8 @@ class LayerSpec:
     dtype: Any  # of stored keys and values
     rope: Callable[[Array, Array], Array]  # (x [..., T, *, D] broadcastable, positions) -> rotated x; see models.rope
     kind: Kind = "attention"
+    hidden: int = 0  # E, size of the hidden state
+    max_len: int = 0  # tokens a sequence may have; 0: not said
 
 
 def _pass(state: State, qkv: Any, seen: Any, carry: Any, rows: Any) -> tuple[State, Any]:
@@ -121,13 +125,28 @@ class Hooks(NamedTuple):
     before_attention: Callable[[State, Qkv, Any, Rows], tuple[tuple[AttentionView, ...], Any]]  # -> (views, carry)
     after_attention: Callable[[State, Qkv, Seen, Any, Rows], tuple[State, Any]] = _pass
     after_layer: Callable[[State, Array, Any, Rows], tuple[State, Array, Any]] = _pass_layer
-    after_step: Callable[[State, Rows], State] | None = None  # trims; decode: only rows that are `due` change
+    after_step: Callable[..., State] | None = None  # (State, Rows) -> State: trims; decode: only rows that are `due` change
+    attend: Callable[[Array, tuple[AttentionView, ...], Rows], Seen] | None = None  # (q, views, rows); None: over all they list
+
+
+class Passes(NamedTuple):
+    """What is run through the model once more when a session's first prompt is stored, before its layers are sealed.
+
+    width(longest) -> tokens of a padded input, static, where prompts have at most `longest` tokens;
+    number(length) -> how many inputs a prompt of this length has (a plain or traced whole number; below 0: none);
+    input(index, tokens i32[T], length) -> (ids i32[width(T)], how many of them are real, carry: data for the `replay` hooks).
+    """
+
+    width: Callable[[int], int]
+    number: Callable[[Any], Any]
+    input: Callable[[Any, Array, Any], tuple[Array, Array, Any]]
 
 
 class LayerMethod(NamedTuple):
     """One layer of a method.
 
-    order "chunk": prefill writes the decode state in place; `seal` is None or (State, Rows) -> State.
+    order "chunk": prefill writes the decode state in place; `seal` is None or (State, Rows) -> State. Where the method has a
+    `joint`, seal and decode.after_step take its result as a last argument.
     order "layer": prefill writes a stage (a State of prefill.init), reads older turns through `history`, then
     seal(stage, State, staged Rows, old Rows, new Rows) -> State stores what is kept into the new rows' slot: staged names
     the stage's rows, old the sequence as it was (slot S: nothing held), new where it goes (every rows leaf of that slot is
@@ -144,24 +163,39 @@ class LayerMethod(NamedTuple):
     seal: Callable[..., State] | None = None
     due: Callable[[State, Rows], Array] | None = None  # -> bool[R]: decode.after_step must run before the next token
     truncate: Callable[[State, Rows], State] | None = None  # drop tokens at positions >= rows.start
-    replay: Hooks | None = None
+    replay: Hooks | None = None  # the method's `passes` go through these: they may change scores, and leave no other trace
+    used: Callable[[State, Rows], Array] | None = None  # -> i32[R]: pages that a first prompt still needs once it is sealed
+    room: Callable[[int], int] | None = None  # token rows -> pages, where an index beside them needs more than they do
 
     def pages(self, rows: int) -> int:
-        """Pages that `rows` token rows need."""
-        return -(-rows // self.page)
+        """Pages that `rows` token rows need; never fewer for more rows."""
+        return self.room(rows) if self.room else -(-rows // self.page)
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """A KV-cache method: static and hashable, equal by name and arguments, which are also its fingerprint."""
+    """A KV-cache method: static and hashable, equal by name and arguments, which are also its fingerprint.
+
+    joint: (every layer's State, every layer's Rows) -> what the seals and trims of all layers share, [R,...]; it runs before the
+    first of them (order "chunk" only: no layer is sealed before all have seen the prompt).
+    passes: see Passes (order "chunk" only).
+    fit: model (its config, its tokenizer) -> this method with the arguments that belong to the model filled in.
+    """
 
     name: str
     arguments: tuple[tuple[str, Hashable], ...]
     layer: Callable[[LayerSpec, Any], LayerMethod] = dataclasses.field(compare=False, repr=False)
     order: Literal["chunk", "layer"] = dataclasses.field(default="chunk", compare=False)
-    growing: bool = dataclasses.field(default=False, compare=False)  # keeps every token: pages grow with the sequence
+    growing: bool = dataclasses.field(default=False, compare=False)  # pages are granted as the sequence grows
     parts: Any = dataclasses.field(default=None, compare=False, repr=False)  # cache.method.Parts, for combining two methods
+    joint: Callable[[tuple[State, ...], tuple[Rows, ...]], Any] | None = dataclasses.field(default=None, compare=False, repr=False)
+    passes: Passes | None = dataclasses.field(default=None, compare=False, repr=False)
+    fit: Callable[[Any], Method] | None = dataclasses.field(default=None, compare=False, repr=False)
+
+    def fitted(self, model: Any) -> Method:
+        """The method to use with this model; ValueError where an argument must be given and the model does not tell it."""
+        return self.fit(model) if self.fit else self
 
     def __str__(self) -> str:
         shown = ",".join(f"{k}={v}" for k, v in self.arguments)

@@ -30,7 +30,7 @@ def compose(
     storage: Storage,
     retention: Retention | None = None,
     selection: Selection | None = None,
-    kind: type[Layer] | None = None,
+    kind: Callable[..., Layer] | None = None,
 ) -> LayerMethod:
     """retention None keeps every token; selection None reads every kept token; kind: another layout than Layer's.
 
@@ -82,7 +82,7 @@ class Layer:
         if rule and rule.received:
             leaves["score"] = jnp.zeros((pages, spec.heads, self.storage.page), jnp.float32)
             if stage:
-                held = -(-(rule.budget + rule.slack) // self.storage.page) * self.storage.page
+                held = -(-self.run(rule) // self.storage.page) * self.storage.page
                 rows["older"] = jnp.zeros((slots, spec.heads, held), jnp.float32)
         if rule and rule.sums:
             rows["sums"] = jax.tree.map(lambda s: jnp.zeros((slots, *s.shape[1:]), s.dtype), rule.sums.shapes(spec))
@@ -96,23 +96,16 @@ class Layer:
         """Append the new tokens behind row n of each head; what finds no room is dropped and counted."""
         leaves, own = dict(state.pages), dict(state.rows)
         rows = self.placed(owned(state, rows), rows)
-        n = of_slot(own["n"], rows)
-        new = jnp.arange(qkv.k.shape[1], dtype=jnp.int32)
-        row = n[:, None, :] + new[None, :, None]  # [R,T,H]
-        room = rows.table.shape[-1] * self.storage.page
-        real = (new < rows.count[:, None])[..., None]
-        row = jnp.where(real & (row < room), row, -1)
+        new, room = qkv.k.shape[1], rows.table.shape[-1] * self.storage.page
+        row, own["n"], own["dropped"] = kernel.claim(own["n"], own["dropped"], rows.slot, rows.count, new, room)
         leaves["kv"] = self.storage.append(leaves["kv"], rows.table, row, qkv.k, qkv.v)
         if "pos" in leaves:
-            pos = jnp.broadcast_to((rows.start[:, None] + new)[..., None], row.shape)
+            pos = jnp.broadcast_to((rows.start[:, None] + jnp.arange(new, dtype=jnp.int32))[..., None], row.shape)
             leaves["pos"] = kernel.put(leaves["pos"], rows.table, row, pos)
-        if "score" in leaves:
-            leaves["score"] = kernel.put(leaves["score"], rows.table, row, jnp.zeros(row.shape))
+            if "score" in leaves:
+                leaves["score"] = kernel.put(leaves["score"], rows.table, row, self.unscored(pos))
         if self.selection and "index" in leaves:
             leaves["index"] = self.selection.observe(leaves["index"], rows.table, row, qkv.k.astype(self.spec.dtype))
-        held = jnp.minimum(n + rows.count[:, None], room)
-        own["n"] = own["n"].at[rows.slot].set(held, mode="drop")
-        own["dropped"] = own["dropped"].at[rows.slot].add(n + rows.count[:, None] - held, mode="drop")
         if self.window:
             own["ring"] = remember(own["ring"], qkv.q, rows)
             own["queries"] = own["queries"].at[rows.slot].add(rows.count, mode="drop")
@@ -122,12 +115,16 @@ class Layer:
             own["sums"] = jax.tree.map(lambda leaf, x: leaf.at[rows.slot].add(x, mode="drop"), own["sums"], added)
         return State(leaves, own)
 
+    def unscored(self, pos: Array) -> Array:
+        """The score of rows just written, at positions i32[R,T,H]."""
+        return jnp.zeros(pos.shape)
+
     def everything(self, state: State, rows: Rows, **fields: Any) -> AttentionView:
         return self.storage.view(state.pages["kv"], ids=rows.table, length=of_slot(state.rows["n"], rows), **fields)
 
     def read_all(self, state: State, qkv: Qkv, carry: Any, rows: Rows) -> tuple[tuple[AttentionView, ...], Any]:
         rows = self.placed(owned(state, rows), rows)
-        return (self.everything(state, rows, own=rows.count, mass="score" in state.pages),), carry
+        return (self.everything(state, rows, own=rows.count, mass=bool(self.retention and self.retention.received)),), carry
 
     def received(self, state: State, qkv: Qkv, seen: Seen, carry: Any, rows: Rows) -> tuple[State, Any]:
         """Add the attention that each row received to its score; a stage's first view lists the rows of earlier turns."""
@@ -145,6 +142,7 @@ class Layer:
         assert self.selection is not None
         if not self.selection.applies(self.spec, rows.table.shape[1] * self.storage.page):
             return self.read_all(state, qkv, carry, rows)
+        rows = self.placed(owned(state, rows), rows)
         picked = self.selection.pick(state.pages["index"], qkv.q[:, 0], rows.table, of_slot(state.rows["n"], rows))
         return (self.storage.view(state.pages["kv"], ids=picked.ids, length=picked.length, run=picked.run),), carry
 
@@ -154,9 +152,9 @@ class Layer:
         keys [R,H,B,D]: the keys of rows 0.. as stored, read before they were rewritten (reading a pool after writing it copies it).
         """
         if self.selection and keys is not None:
-            room = rows.table.shape[1] * self.storage.page
+            room = rows.table.shape[-1] * self.storage.page
             keys = jnp.pad(keys, [(0, 0), (0, 0), (0, room - keys.shape[2]), (0, 0)])
-            table = jnp.where(changed[:, None], rows.table, jax.tree.leaves(pages)[0].shape[0])
+            table = jnp.where(changed.reshape(-1, *[1] * (rows.table.ndim - 1)), rows.table, HOLE)
             pages = pages | {"index": self.selection.rebuild(pages["index"], table, n, keys)}
         return State(pages, own | {"n": own["n"].at[rows.slot].set(n, mode="drop")})
 
@@ -208,7 +206,8 @@ class Layer:
 
         def due(state: State, rows: Rows) -> Array:
             own = owned(state, rows)
-            return jnp.any(own["n"] >= self.limit(retention, own), axis=-1) & (rows.slot < state.rows["n"].shape[0])
+            limit = self.limit(retention, own, rows.start + rows.count)
+            return jnp.any(own["n"] >= limit, axis=-1) & (rows.slot < state.rows["n"].shape[0])
 
         def seal(stage: State, state: State, staged: Rows, old: Rows, new: Rows) -> State:
             return self.seal(retention, stage, state, staged, old, new)
@@ -216,29 +215,39 @@ class Layer:
         def trim(state: State, rows: Rows) -> State:
             return self.trim(retention, state, rows, due(state, rows))
 
+        def cut(state: State, hidden: Array, carry: Any, rows: Rows) -> tuple[State, Array, Any]:
+            assert retention.staged
+            over = jnp.any(owned(state, rows)["n"] > retention.staged, axis=-1)
+            rule = retention._replace(budget=retention.staged, count=None, budget_at=None)
+            return self.trim(rule, state, rows, over), hidden, carry
+
         stage = Hooks(lambda slots, pages: self.init(slots, pages, stage=True), self.write, self.read_all)
+        stage = stage._replace(after_layer=cut) if retention.staged else stage
         reads = self.read_picked if self.selection else self.read_all
-        decode = Hooks(self.init, self.write, reads, after_step=trim)
+        decode = Hooks(self.init, self.write, reads, after_step=None if retention.endless else trim)
         if retention.received:
             stage, decode = (hooks._replace(after_attention=self.received) for hooks in (stage, decode))
         run = lambda _: self.run(retention)  # noqa: E731
-        return LayerMethod(stage, decode, run, lambda max_len: max_len, self.storage.page, held, history, seal, due)
+        full = None if retention.endless else due
+        return LayerMethod(stage, decode, run, lambda max_len: max_len, self.storage.page, held, history, seal, full)
 
     def run(self, retention: Retention) -> int:
         """Token rows of a run."""
-        return retention.budget + retention.slack
+        return max(retention.budget + retention.slack, self.spec.max_len if retention.endless else 0)
 
-    def limit(self, retention: Retention, own: dict[str, Any]) -> Array | int:
-        """Rows, of each head or of all, from which on the next seal or trim is due."""
-        return retention.budget + retention.slack
+    def limit(self, retention: Retention, own: dict[str, Any], length: Array) -> Array | int:
+        """Rows, of each head or of all, from which on the next seal or trim is due at a logical length i32[R]."""
+        return retention.rows(length) + retention.slack
 
-    def must(self, retention: Retention, own: dict[str, Any], total: Array) -> Array:
+    def must(self, retention: Retention, own: dict[str, Any], total: Array, length: Array) -> Array:
         """bool[R,H]: heads that a turn's end leaves with more candidates than may stay."""
-        return total >= jnp.where(own["n"] == 0, retention.quota(total) + 1, self.limit(retention, own))
+        return total >= jnp.where(own["n"] == 0, retention.quota(total, length) + 1, self.limit(retention, own, length))
 
-    def decide(self, retention: Retention, scores: Array, total: Array, window: Array, room: int) -> tuple[Array, Array]:
+    def decide(
+        self, retention: Retention, scores: Array, total: Array, window: Array, length: Array, room: int
+    ) -> tuple[Array, Array]:
         """Ranks to keep i32[R,H,room] and their number i32[R,H]."""
-        quota = retention.quota(total)
+        quota = retention.quota(total, length)
         return best(scores, total, quota, retention.budget, room), quota
 
     def dealt(self, retention: Retention, own: dict[str, Any], quota: Array, changed: Array) -> dict[str, Any]:
@@ -273,9 +282,10 @@ class Layer:
         """Store a turn: what the rule keeps of (held rows of `old`, this turn's staged rows) becomes the run of `new`."""
         own = owned(state, old)
         old, before = self.placed(own, old), own["n"]
-        fresh = jnp.broadcast_to(staged.count[:, None], before.shape)
+        fresh = of_slot(stage.rows["n"], staged)
         total = before + fresh
-        must = self.must(retention, own, total)
+        length = new.start + new.count
+        must = self.must(retention, own, total, length)
         everything = self.all_rows(old)
         room = everything.shape[-1]
         everything = jnp.where(everything < total[..., None], everything, -1)
@@ -296,7 +306,7 @@ class Layer:
         parts = (Part(state, old, before), Part(stage, staged, fresh))
 
         def ranked() -> tuple[Array, Array]:
-            return self.decide(retention, self.scores(retention, parts, own, new, window), total, window, room)
+            return self.decide(retention, self.scores(retention, parts, own, new, window), total, window, length, room)
 
         keep, quota = lax.cond(jnp.any(must & (new.count[:, None] > 0)), ranked, lambda: (everything, total))
         keep = jnp.where(must[..., None], keep, everything)
@@ -323,8 +333,13 @@ class Layer:
         if self.window and retention.restart:
             window = jnp.minimum(own["queries"], window)
         part = Part(state, old, n)
-        scores = self.scores(retention, (part,), own, rows, window)
-        keep, quota = self.decide(retention, scores, n, window, retention.budget)
+
+        def ranked() -> tuple[Array, Array]:
+            scores = self.scores(retention, (part,), own, rows, window)
+            return self.decide(retention, scores, n, window, rows.start + rows.count, retention.budget)
+
+        nothing = jnp.full((*n.shape, retention.budget), -1, jnp.int32)
+        keep, quota = lax.cond(jnp.any(due), ranked, lambda: (nothing, n))
         keep = jnp.where(due[:, None, None], keep, -1)
         kept = jnp.where(due[:, None], jnp.minimum(n, quota), n)
         changes = self.dealt(retention, own, quota, jnp.broadcast_to(due[:, None], n.shape))

@@ -52,16 +52,16 @@ class Ragged(Layer):
         page = jnp.take_along_axis(rows.table[:, None, :], at // heads, axis=2)
         return rows._replace(table=jnp.where(inside, page * heads + at % heads, HOLE))
 
-    def limit(self, retention: Retention, own: dict[str, Any]) -> Array:
+    def limit(self, retention: Retention, own: dict[str, Any], length: Array) -> Array:
         assert retention.shares
         return jnp.where(own["dealt"] > 0, own["kept"], retention.shares.mean) + retention.slack
 
-    def must(self, retention: Retention, own: dict[str, Any], total: Array) -> Array:
+    def must(self, retention: Retention, own: dict[str, Any], total: Array, length: Array) -> Array:
         assert retention.shares
-        over = total >= jnp.where(own["n"] == 0, retention.shares.mean + 1, self.limit(retention, own))
+        over = total >= jnp.where(own["n"] == 0, retention.shares.mean + 1, self.limit(retention, own, length))
         return jnp.broadcast_to(jnp.any(over, axis=1, keepdims=True), total.shape)
 
-    def decide(self, retention: Retention, scores: Array, total: Array, window: Array, room: int) -> tuple[Array, Array]:
+    def decide(self, retention: Retention, scores: Array, total: Array, window: Array, length: Array, room: int) -> tuple[Array, Array]:
         assert retention.shares
         quota = retention.shares.of(scores, total, window)
         return best(scores, total, quota, retention.budget, room), quota

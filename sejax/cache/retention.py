@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from sejax.types import Array, LayerSpec, Qkv, Rows
@@ -57,21 +58,31 @@ class Retention(NamedTuple):
     count(total i32[R,H]) -> i32[R,H] rows to keep where that depends on the candidates (at most budget); None: budget.
     restart: the window starts anew with each prompt; a trim soon after has fewer queries.
     received(mass f32[R,H,G,C]) -> f32[R,H,C]: what a call adds to each row's "score"; None: rows have no score.
+    staged: rows of a prompt that stay between its chunks, at least budget; None: all, until the seal.
+    budget_at(length i32[R]) -> i32[R]: rows that stay at that logical length, at most budget; None: budget. See `amount`.
+    endless: decode steps never trim: a run holds a whole sequence, and turns are sealed at their end.
     """
 
     budget: int
     slack: int
     window: int
-    score: Callable[[Candidates], Array]
+    score: Callable[..., Array]
     count: Callable[[Array], Array] | None = None
     restart: bool = False
     received: Callable[[Array], Array] | None = None
     sums: Sums | None = None
     shares: Shares | None = None
+    staged: int | None = None
+    budget_at: Callable[[Array], Array] | None = None
+    endless: bool = False
 
-    def quota(self, total: Array) -> Array:
-        """Rows that stay of `total` candidates: i32[R,H] -> i32[R,H]."""
-        return jnp.minimum(total, self.count(total) if self.count else self.budget)
+    def rows(self, length: Array) -> Array | int:
+        """The budget at a logical length: i32[R] -> i32[R,1]."""
+        return self.budget_at(length)[:, None] if self.budget_at else self.budget
+
+    def quota(self, total: Array, length: Array) -> Array:
+        """Rows that stay of `total` candidates: i32[R,H], i32[R] -> i32[R,H]."""
+        return jnp.minimum(total, self.count(total) if self.count else self.rows(length))
 
 
 def best(scores: Array, total: Array, count: Array, most: int, rows: int) -> Array:
@@ -119,6 +130,22 @@ UNREAD = (("selection", "tokens that are not read receive no attention to be ran
 """Refusals of rules that rank by the attention of every step."""
 
 
-def default_slack(budget: int) -> int:
+def default_slack(budget: int | None) -> int:
     """Rows a run has beyond its budget: seals are rare, the extra memory is a quarter."""
-    return max(1024, budget // 4)
+    return max(1024, (budget or 0) // 4)
+
+
+def fractions(ratio: float, spec: LayerSpec) -> np.ndarray:
+    """max(1, int(length * ratio)) for every length up to the spec's max_len: i32[max_len + 1], in double precision."""
+    if spec.max_len < 1:
+        raise ValueError(f"ratio={ratio} needs the longest sequence's length: LayerSpec.max_len is not set")
+    return np.maximum(1, (np.arange(spec.max_len + 1) * ratio).astype(np.int64)).astype(np.int32)
+
+
+def amount(budget: int | None, ratio: float | None, spec: LayerSpec) -> tuple[int, Callable[[Array], Array] | None]:
+    """A Retention's budget and budget_at: `budget` rows at any length, or the fraction `ratio` of it (4 bytes a token of max_len)."""
+    if ratio is None:
+        assert budget is not None
+        return budget, None
+    table = fractions(ratio, spec)
+    return int(table[-1]), lambda length: jnp.asarray(table).at[length].get(mode="clip")

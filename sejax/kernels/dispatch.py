@@ -9,11 +9,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from sejax.kernels import gpu_attend, gpu_mass, gpu_pages, gpu_prefill, gpu_rows
+from sejax.kernels import gpu_attend, gpu_heads, gpu_linear, gpu_mass, gpu_pages, gpu_prefill, gpu_rows
 from sejax.kernels.launch import on_gpu
 from sejax.types import Array, AttentionView
 
 TILES = 96  # tiles of 128 queries that fill the card without splitting keys: from there cuDNN on copied keys wins
+ROWS = 1024  # beyond, one program a token and head is many small ones, and XLA's loop is as fast
 FLOATS = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 
 
@@ -40,14 +41,19 @@ def _puts(leaf: Array, table: Array, row: Array, values: Array) -> bool:
 
 
 def _scored(q: Array, low: Array, high: Array, ids: Array, count: Array) -> bool:
-    return q.shape[2] <= 16 and q.shape[3] <= 256 and low.size < 2**31 and ids.size > 0 and q.dtype.name in FLOATS[:3]
+    return ids.ndim == 2 and q.shape[2] <= 16 and q.shape[3] <= 256 and low.size < 2**31 and ids.size > 0 and q.dtype.name in FLOATS[:3]
+
+
+def _turns(qkv: Array, cos: Array, sin: Array, norms: Any, *_: Any) -> bool:
+    same = norms is None or all(norm.dtype == qkv.dtype for norm in norms)
+    return same and 0 < len(qkv) <= ROWS and qkv.dtype.name in FLOATS[:3]
 
 
 def _on_card(fast: Callable[..., Any], covers: Callable[..., bool]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def wrap(reference: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(reference)
-        def op(*args: Any) -> Any:
-            return (fast if on_gpu() and covers(*args) else reference)(*args)
+        def op(*args: Any, **named: Any) -> Any:
+            return (fast if on_gpu() and covers(*args, **named) else reference)(*args, **named)
 
         op.reference = reference  # type: ignore[attr-defined]
         return op
@@ -60,5 +66,9 @@ mass = _on_card(gpu_mass.mass, lambda q, view, lse, real: _covers(q, view))
 page_scores = _on_card(gpu_pages.page_scores, _scored)
 select = _on_card(gpu_pages.select, gpu_pages.selects)
 append_bounds = _on_card(gpu_rows.append_bounds, gpu_rows.bounded)
+claim = _on_card(gpu_rows.claim, gpu_rows.claims)
 put = _on_card(_put, _puts)
 puts = _on_card(gpu_rows.put, gpu_rows.puts)
+product = _on_card(gpu_linear.product, gpu_linear.multiplies)
+rms_norm = _on_card(gpu_linear.rms_norm, gpu_linear.normalises)
+turned = _on_card(gpu_heads.turned, _turns)

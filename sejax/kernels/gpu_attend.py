@@ -30,7 +30,7 @@ class Tuning(NamedTuple):
     block: int = 64
     tile: int = 16
     programs: int = 264
-    longest: int = 128
+    longest: int = 64
     warps: int = 2
     stages: int = 5
 
@@ -57,7 +57,8 @@ def cutting(f: Facts, tune: Tuning) -> Cut:
     """Pieces enough to fill the card, partials that stay under 2^17 query rows."""
     blocks = -(-f.tokens // f.block)
     room = max(1, 2**17 // (min(f.tile, f.new * f.group) * f.items))
-    longest = max(tune.longest, -(-blocks // room))
+    # a program may be a whole piece behind the others: short pieces where an item feeds several programs
+    longest = max(min(tune.longest, 32) if f.items < tune.programs else tune.longest, -(-blocks // room))
     pieces = max(1, min(32, room, 264 // f.items))
     return Cut(pieces, longest, max(pieces, -(-blocks // longest)))
 

@@ -73,6 +73,39 @@ def puts(leaves: tuple[Array, ...], table: Array, row: Array, values: tuple[Arra
     return table.ndim == 2 and row.size > 0 and table.size > 0 and all(fine(a, b) for a, b in zip(leaves, values, strict=True))
 
 
+def _claim(slot: Any, count: Any, n_in: Any, dropped_in: Any, row: Any, n: Any, dropped: Any, *, room: int) -> None:
+    r = pl.program_id(0)
+    slots, heads, new = n.shape[0], n.shape[1], row.shape[1]
+    h, t = jnp.arange(pow2(heads), dtype=jnp.int32), jnp.arange(pow2(new), dtype=jnp.int32)
+    at, more = slot[r], count[r]
+    known = (h < heads) & (at >= 0) & (at < slots)
+    at = jnp.minimum(jnp.maximum(at, 0), slots - 1)
+    held, lost = load(n_in, at, h, mask=known, other=0), load(dropped_in, at, h, mask=known, other=0)
+    wanted = held + more
+    store(n, at, h, value=jnp.minimum(wanted, room), mask=known)
+    store(dropped, at, h, value=lost + wanted - jnp.minimum(wanted, room), mask=known)
+    shape = (t.shape[0], h.shape[0])
+    t, h = jnp.broadcast_to(t[:, None], shape), jnp.broadcast_to(h[None, :], shape)
+    place = held[None, :] + t
+    store(row, r, t, h, value=jnp.where((t < more) & (place < room), place, -1), mask=(t < new) & (h < heads))
+
+
+def claim(n: Array, dropped: Array, slot: Array, count: Array, new: int, room: int) -> tuple[Array, Array, Array]:
+    """See `kernels.rows.claim`."""
+    shapes = [
+        jax.ShapeDtypeStruct((len(slot), new, n.shape[1]), jnp.int32),
+        *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (n, dropped)),
+    ]
+    kernel = functools.partial(_claim, room=room)
+    row, n, dropped = launch(kernel, (len(slot),), shapes, [slot, count, n, dropped], name="claim_rows", warps=1, aliases={2: 1, 3: 2})
+    return row, n, dropped
+
+
+def claims(n: Array, dropped: Array, slot: Array, count: Array, new: int, room: int) -> bool:
+    """Whether `claim` covers it: decode steps and short chunks, whose rows one program numbers."""
+    return n.size > 0 and slot.size > 0 and 0 < new * n.shape[1] <= 2048
+
+
 def _bounds(k: Any, page: Any, offset: Any, low_in: Any, high_in: Any, low: Any, high: Any, *, block: int) -> None:
     pages, heads, size = low.shape
     new = k.shape[1]
@@ -127,7 +160,7 @@ def append_bounds(low: Array, high: Array, k: Array, page: Array, offset: Array)
     return low, high
 
 
-def bounded(low: Array, high: Array, k: Array, page: Array, offset: Array) -> bool:
-    """Whether `append_bounds` covers it: 16- and 32-bit floats, offsets in 32 bits."""
+def bounded(low: Array, high: Array, k: Array, page: Array, offset: Array, head: Array | None = None) -> bool:
+    """Whether `append_bounds` covers it: 16- and 32-bit floats, offsets in 32 bits, each head in its own slice."""
     plain = ("float32", "bfloat16", "float16")
-    return page.size > 0 and low.size < 2**31 and {low.dtype.name, high.dtype.name, k.dtype.name} <= set(plain)
+    return head is None and page.size > 0 and low.size < 2**31 and {low.dtype.name, high.dtype.name, k.dtype.name} <= set(plain)

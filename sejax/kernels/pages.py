@@ -9,16 +9,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from sejax.kernels import dispatch
+from sejax.kernels.rows import head_pages
 from sejax.types import Array
 
 
 @dispatch.append_bounds
-def append_bounds(low: Array, high: Array, k: Array, page: Array, offset: Array) -> tuple[Array, Array]:
+def append_bounds(low: Array, high: Array, k: Array, page: Array, offset: Array, head: Array | None = None) -> tuple[Array, Array]:
     """Widen the bounds of the pages that new keys fall into; a page's first token resets them.
 
-    low, high [N,H,D]; k [R,T,H,D]; page, offset i32[R,T,H] (page N: dropped).
+    low, high [N,H,D]; k [R,T,H,D]; page, offset i32[R,T,H] (page N: dropped), head: the head slice, where it is not the key's own.
     """
-    head = jnp.arange(low.shape[1])
+    head = jnp.arange(low.shape[1]) if head is None else head
     opened = jnp.where(offset == 0, page, low.shape[0])
     k = k.astype(low.dtype)
     low = low.at[opened, head].set(jnp.inf, mode="drop").at[page, head].min(k, mode="drop")
@@ -38,13 +39,20 @@ def page_bounds(k: Array, real: Array) -> tuple[Array, Array]:
 def page_scores(q: Array, low: Array, high: Array, ids: Array, count: Array) -> Array:
     """Upper bound of any logit in each page, unscaled, the largest over the query heads of a kv head.
 
-    q [R,H,G,D]; low, high [N,H,D]; ids i32[R,M] pages; count i32[R,H] pages to score -> f32[R,H,M], -inf beyond.
+    q [R,H,G,D]; low, high [N,H,D]; ids i32[R,M] pages or i32[R,H,M] head pages; count i32[R,H] pages to score -> f32[R,H,M],
+    -inf beyond.
     """
-    ids = jnp.clip(ids, 0, low.shape[0] - 1)
+
+    def listed(leaf: Array) -> Array:
+        """[N,H,D] -> [R,H,M,D]; whole pages where all heads list the same."""
+        if ids.ndim == 2:
+            return jnp.swapaxes(leaf.at[ids].get(mode="clip"), 1, 2).astype(q.dtype)
+        return leaf.at[head_pages(ids, leaf.shape[1])].get(mode="clip").astype(q.dtype)
+
     up, down = jnp.maximum(q, 0), jnp.minimum(q, 0)  # sum_d max(q hi, q lo) = up . hi + down . lo
-    score = jnp.einsum("rhgd,rmhd->rhgm", up, high[ids].astype(q.dtype), preferred_element_type=jnp.float32)
-    score += jnp.einsum("rhgd,rmhd->rhgm", down, low[ids].astype(q.dtype), preferred_element_type=jnp.float32)
-    real = jnp.arange(ids.shape[1]) < count[..., None]
+    score = jnp.einsum("rhgd,rhmd->rhgm", up, listed(high), preferred_element_type=jnp.float32)
+    score += jnp.einsum("rhgd,rhmd->rhgm", down, listed(low), preferred_element_type=jnp.float32)
+    real = jnp.arange(ids.shape[-1]) < count[..., None]
     return jnp.where(real, jnp.max(score, axis=2), -jnp.inf)
 
 

@@ -10,6 +10,9 @@ from sejax.cache.storage import raw
 from sejax.types import Array, LayerSpec, Method
 
 
+SCORED = ("reading", "cuts between chunks rank by the attention of all queries, which a sparse prompt lacks; leave out prefill_budget")
+
+
 def group_mean(mass: Array) -> Array:
     """What a call adds to each row's score: f32[R,H,G,C] -> f32[R,H,C]."""
     return mass.mean(axis=2)
@@ -25,7 +28,14 @@ def score(candidates: Candidates, recent: int, normalise: bool) -> Array:
     return jnp.where(rank < candidates.total[..., None] - recent, received, jnp.inf)
 
 
-def h2o(budget: int = 4096, recent: int | None = None, period: int = 128, normalise: bool = False, page: int = 16) -> Method:
+def h2o(
+    budget: int = 4096,
+    recent: int | None = None,
+    period: int = 128,
+    normalise: bool = False,
+    prefill_budget: int | None = None,
+    page: int = 16,
+) -> Method:
     """Keep heavy hitters: tokens whose summed attention over all queries so far is largest, beside the most recent tokens.
 
     score_j = sum over every query since j arrived of the mean over the group of softmax(q K^T / sqrt(D))_j
@@ -33,7 +43,8 @@ def h2o(budget: int = 4096, recent: int | None = None, period: int = 128, normal
     Family: eviction
     Paper: Zhang et al. 2023, arXiv 2306.14048.
     Differs: one set per kv head (the group's mean). Decoding trims every `period` tokens, not at each (1 is the paper); the
-        prompt is attended to as a whole and trimmed at its end.
+        prompt is attended to as a whole and trimmed at its end, or, with `prefill_budget`, also after each of its chunks, so that
+        a long prompt costs linear time; then the answer depends on the chunks' size.
     Keeps: budget tokens per kv head and layer after a prompt or trim, at most budget + period.
 
     Args:
@@ -41,14 +52,19 @@ def h2o(budget: int = 4096, recent: int | None = None, period: int = 128, normal
         recent: latest tokens that are always kept (default budget / 2).
         period: decoded tokens between trims.
         normalise: whether a score is divided by the number of queries that could see the token: without it early tokens win.
+        prefill_budget: tokens of a prompt kept per kv head between its chunks, recent ones included, as in 8192; none: all.
         page: tokens a page of the pool.
     """
     recent = budget // 2 if recent is None else recent
     check(budget > recent >= 0, f"budget={budget} must be larger than recent={recent}, and recent >= 0")
     check(period >= 1, f"period={period} must be at least 1 step; a large value trims rarely")
 
-    def retention(spec: LayerSpec) -> Retention:
-        return Retention(budget, period, 0, lambda c: score(c, recent, normalise), received=group_mean)
+    short = f"prefill_budget={prefill_budget} is smaller than budget={budget}: a prompt's end could not keep budget; give at least that"
+    check(prefill_budget is None or prefill_budget >= budget, short)
+    refuses = UNREAD if prefill_budget is None else (*UNREAD, SCORED)
 
-    arguments = dict(budget=budget, recent=recent, period=period, normalise=normalise, page=page)
-    return composed("h2o", arguments, raw(page), retention, refuses=UNREAD)
+    def retention(spec: LayerSpec) -> Retention:
+        return Retention(budget, period, 0, lambda c: score(c, recent, normalise), received=group_mean, staged=prefill_budget)
+
+    arguments = dict(budget=budget, recent=recent, period=period, normalise=normalise, prefill_budget=prefill_budget, page=page)
+    return composed("h2o", arguments, raw(page), retention, refuses=refuses)

@@ -65,8 +65,10 @@ def streamingllm(
             seal=ring.seal,
         )
 
-    alone = (("selection", "all that is kept is read; use it alone"),)
-    parts = Parts(raw(page), traits=frozenset({"retention"}), refuses=alone)
+    refuses = [("selection", "all that is kept is read; use it alone")]
+    if prefill == "window":
+        refuses.append(("reading", "a prompt's queries see a window already, nothing is left to skip; use prefill=dense"))
+    parts = Parts(raw(page), traits=frozenset({"retention"}), refuses=tuple(refuses))
     return Method("streamingllm", tuple(arguments.items()), layer, "layer", parts=parts)
 
 

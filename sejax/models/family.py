@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 if TYPE_CHECKING:
     from .config import Config
 
@@ -69,7 +71,7 @@ def top_shapes(c: Config) -> dict[str, tuple[int, ...]]:
 
 
 def layer_shapes(c: Config) -> dict[str, tuple[int, ...]]:
-    """Shapes of one layer's tensors; matrices are [out, in]."""
+    """Shapes of one layer's tensors as checkpoints store them; matrices are [out, in]."""
     e, f, q, kv = c.hidden_size, c.intermediate_size, c.heads * c.head_dim, c.kv_heads * c.head_dim
     shapes: dict[str, tuple[int, ...]] = {
         "attn_norm": (e,),
@@ -85,3 +87,17 @@ def layer_shapes(c: Config) -> dict[str, tuple[int, ...]]:
     biased = ("q", "k", "v") * c.qkv_bias + ("o",) * c.o_bias + ("gate", "up", "down") * c.mlp_bias
     shapes |= {f"{name}_bias": shapes[name][:1] for name in biased}
     return shapes | ({"q_norm": (c.head_dim,), "k_norm": (c.head_dim,)} if c.qk_norm else {})
+
+
+PACKED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
+"""Matrices (and their biases) that a layer multiplies as one: fewer, larger products read their weights faster."""
+
+
+def packed(layer: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """One layer's tensors by layer_shapes' names -> the same with the matrices of PACKED joined along their outputs."""
+    layer = dict(layer)
+    for ending in ("", "_bias"):
+        for name, parts in PACKED.items():
+            if parts[0] + ending in layer:
+                layer[name + ending] = np.concatenate([layer.pop(part + ending) for part in parts])
+    return layer

@@ -11,6 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from ..kernels.heads import rotated
 from ..types import Array
 
 _NEEDS = {
@@ -38,12 +39,13 @@ class Rope:
 
     def __call__(self, x: Array, positions: Array) -> Array:
         """Rotate x [*positions.shape, ..., D] by positions (integers, any leading axes of x). Computed in fp32."""
+        return rotated(x, *self.angles(positions))
+
+    def angles(self, positions: Array) -> tuple[Array, Array]:
+        """cos and sin of each pair's angle: integers [...] -> f32[...,D/2], twice."""
         frequencies, factor = _table(self)
         angles = positions.astype(jnp.float32)[..., None] * frequencies
-        angles = jnp.expand_dims(angles, range(positions.ndim, x.ndim - 1))
-        cos, sin = jnp.cos(angles) * factor, jnp.sin(angles) * factor
-        a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
+        return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
 def parse(parameters: Mapping[str, Any] | None, theta: float, dim: int, max_position: int, where: str) -> Rope:

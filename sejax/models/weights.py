@@ -1,4 +1,4 @@
-"""Parameters from a checkpoint: names, shapes and dtypes checked, one tensor in memory at a time."""
+"""Parameters from a checkpoint: names, shapes and dtypes checked, one layer in host memory at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.progress import Progress
 
 from . import families
 from .config import Config, read_json
-from .family import layer_shapes, top_shapes
+from .family import layer_shapes, packed, top_shapes
 
 
 class Source(Protocol):
@@ -34,7 +34,7 @@ def load(source: Source, config: Config, dtype: Any, progress: bool = False) -> 
     with Progress(console=console, transient=True, disable=not (progress and console.is_terminal)) as bar:
         task = bar.add_task("loading", total=len(top) + config.layers * len(inner))
 
-        def get(name: str, layer: int | None, shape: tuple[int, ...]) -> Any:
+        def get(name: str, layer: int | None, shape: tuple[int, ...]) -> np.ndarray:
             stored = family.tensor(name, layer, source.kind)
             file = source.file(stored)
             if file is None:
@@ -43,10 +43,13 @@ def load(source: Source, config: Config, dtype: Any, progress: bool = False) -> 
             if value.shape != shape:
                 raise ValueError(f"{file}: tensor {stored!r} has shape {list(value.shape)}; the configuration needs {list(shape)}")
             bar.advance(task)
-            return jnp.asarray(value.astype(dtype, copy=False))
+            return value.astype(dtype, copy=False)
 
-        params: dict[str, Any] = {name: get(name, None, shape) for name, shape in top.items()}
-        params["layers"] = tuple({n: get(n, i, s) for n, s in inner.items()} for i in range(config.layers))
+        def layer(i: int) -> dict[str, Any]:
+            return {n: jnp.asarray(x) for n, x in packed({n: get(n, i, s) for n, s in inner.items()}).items()}
+
+        params: dict[str, Any] = {name: jnp.asarray(get(name, None, shape)) for name, shape in top.items()}
+        params["layers"] = tuple(layer(i) for i in range(config.layers))
     return params
 
 

@@ -58,8 +58,7 @@ class Core:
         """One round; False if there was nothing to do."""
         self._resume()
         self._admit()
-        launched = self._prefill()
-        launched |= self._decode()
+        launched = self._prefill() | self._decode()
         while self.flight and (len(self.flight) > 1 or not launched or self._must_wait()):
             self._commit()
             launched = True
@@ -77,8 +76,9 @@ class Core:
     def _must_wait(self) -> bool:
         return not any(self._ready(r) for r in self.running)
 
-    def _needed(self, tokens: int) -> int:
-        return -(-tokens // self.device.page) if self.growing else 0
+    def _needed(self, tokens: int, session: Session | None = None) -> int:
+        packed, pages = session.packed if session else (0, 0)
+        return pages + self.device.pages_of(tokens - packed) if self.growing else 0
 
     def _describe(self, request: Request) -> Waiting:
         hit = self.index.lookup(request.prompt.ids, whole=not self.device.truncates)
@@ -86,7 +86,7 @@ class Core:
         if hit and hit.length * 2 < self.sessions[hit.key].stored:
             hit = None
         size = len(request.prompt.ids)
-        want = self._needed(size + min(request.limit, RESERVE))
+        want = self._needed(size + min(request.limit, RESERVE), self.sessions[hit.key] if hit else None)
         have = len(self.sessions[hit.key].pages) if hit else 0
         return Waiting(request.id, size - (hit.length if hit else 0), hit.key if hit else None, max(0, want - have))
 
@@ -140,15 +140,21 @@ class Core:
 
     def _cover(self, session: Session, tokens: int) -> bool:
         """Grant pages so that the run holds `tokens`; False if the pool is short."""
-        short = self._needed(tokens) - len(session.pages)
+        short = self._needed(tokens, session) - len(session.pages)
         if short <= 0:
             return True
         if self.pages.free < short:
             return False
-        whole = self._needed(self.device.sizes.max_len) - len(session.pages)
+        whole = self._needed(self.device.sizes.max_len, session) - len(session.pages)
         session.pages += self.pages.grant(min(max(short, GRANT), whole, self.pages.free))
         self.device.set_pages(session.slot, session.pages)
         return True
+
+    def _settle(self, session: Session, flying: int, used: int) -> None:
+        """A first prompt that was packed gives back the pages it needs no longer."""
+        session.packed = (len(session.ids), used)
+        self.pages.shrink(session.pages, self._needed(len(session.ids) + flying + 1, session))
+        self.device.set_pages(session.slot, session.pages)
 
     def _prefill(self) -> bool:
         """Units of the prompts in turn, for about `patience` seconds if somebody decodes meanwhile."""
@@ -184,7 +190,8 @@ class Core:
         request.lane, request.units = None, None
         request.launched = request.flying = 1
         self.running.append(request)
-        self.flight.append(("first", request, (token, self.device.held(session.slot))))
+        used = None if request.cached else self.device.used(session.slot)
+        self.flight.append(("first", request, (token, self.device.held(session.slot), used)))
         self.counts["prompt"] = self.counts.get("prompt", 0) + size
         self.counts["cached"] = self.counts.get("cached", 0) + request.cached
 
@@ -226,6 +233,8 @@ class Core:
         elif kind == "first":
             who.first = time.monotonic()
             who.session.kept = float(out[1])
+            if out[2] is not None:
+                self._settle(who.session, who.flying, int(out[2]))
             self._token(who, int(np.asarray(out[0])[0]), first=True)
         else:
             tokens, due = np.asarray(out)
@@ -375,7 +384,7 @@ class Core:
             request = min(self.paused, key=lambda r: r.id)
             session = request.session
             assert session is not None
-            need = self._needed(len(session.ids) + min(request.limit - len(request.out), RESERVE))
+            need = self._needed(len(session.ids) + min(request.limit - len(request.out), RESERVE), session)
             while self.parked and (self.pages.free < need or not self.free):
                 self._drop(min(self.parked.values(), key=lambda s: (s.used, s.key)))
             if not self.free or (self.pages.free < need and (self.running or self.prefilling)):

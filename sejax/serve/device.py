@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +14,8 @@ from sejax.kernels.launch import on_gpu
 from sejax.models import Model
 from sejax.serve import live as live_rows
 from sejax.serve.live import Live
-from sejax.serve.programs import Job, Plan, Programs, Sizes
+from sejax.serve.plan import Job, Plan, Sizes
+from sejax.serve.programs import Programs
 from sejax.types import Array, Method
 
 
@@ -27,8 +29,10 @@ class Device:
         widths = sorted({self.plan.width(record) for record in layers})
         self.layer_table = tuple(widths.index(self.plan.width(record)) for record in layers)
         self.page = layers[0].page
+        self.pages_of = functools.cache(lambda tokens: max(record.pages(tokens) for record in layers))
         self.truncates = all(record.truncate for record in layers)
         self.states = [record.decode.init(sizes.slots, self.plan.pool(record)) for record in layers]
+        self.width = method.passes.width(sizes.max_len) if method.passes else 0  # tokens of a replay
         self.stage = None
         if sizes.stages:
             self.stage = layers[0].prefill.init(len(sizes.stages), self.plan.stage_table(layers[0])[0])
@@ -73,8 +77,9 @@ class Device:
         return self._staged(pieces, slot, target, stage) if self.stage is not None else self._in_place(pieces, slot, fresh)
 
     def _in_place(self, pieces: list[Any], slot: int, fresh: bool) -> Iterator[tuple[Array, int]]:
+        turn = _turn(pieces)
         for number, (ids, bucket, start, count) in enumerate(pieces):
-            job = _job(slot, slot, start, count, fresh and number == 0)
+            job = _job(slot, slot, start, count, fresh and number == 0)._replace(turn=turn)
             x, carry = self.programs("embed", self.outer, ids, bucket=bucket), None
             for layer, weights in enumerate(self.model.params["layers"]):
                 state, table = self.states[layer], self.tables[self.layer_table[layer]]
@@ -83,10 +88,35 @@ class Device:
                 yield x, bucket
         first, last = pieces[0], pieces[-1]
         whole = _job(slot, slot, first[2], last[2] + last[3] - first[2], False)
+        if fresh and self.width:
+            yield from self._replayed(np.concatenate([ids[0, :count] for ids, _, _, count in pieces]), slot)
+        joint = self._joint(whole)
         for layer, (_, record) in enumerate(self.plan.layers):
             if record.seal:
                 table = self.tables[self.layer_table[layer]]
-                self.states[layer] = self.programs("seal", self.states[layer], table, whole, layer=layer)
+                self.states[layer] = self.programs("seal", self.states[layer], table, whole, *joint, layer=layer)
+        if fresh and self.width:
+            yield x, bucket
+
+    def _replayed(self, tokens: np.ndarray, slot: int) -> Iterator[tuple[Array, int]]:
+        """The method's passes over a first prompt i32[T], a unit for each and layer."""
+        passes = self.method.passes
+        assert passes
+        padded = np.pad(tokens, (0, self.sizes.max_len - len(tokens)))
+        for index in range(passes.number(len(tokens))):
+            ids, count, carry = self.programs("pass", np.int32(index), padded, np.int32(len(tokens)))
+            job, x = (
+                _job(slot, slot, len(tokens), 0, False)._replace(count=count),
+                self.programs("embed", self.outer, ids, bucket=self.width),
+            )
+            for layer, weights in enumerate(self.model.params["layers"]):
+                state, table = self.states[layer], self.tables[self.layer_table[layer]]
+                self.states[layer], x, carry = self.programs("replay", weights, state, table, x, carry, ids, job, layer=layer)
+                yield x, self.width
+
+    def _joint(self, job: Job) -> tuple[Any, ...]:
+        """What the seals or trims of all layers share."""
+        return self.programs("joint", tuple(self.states), tuple(self.tables), self.live, job) if self.method.joint else ()
 
     def _staged(self, pieces: list[Any], slot: int, target: int, stage: int) -> Iterator[tuple[Array, int]]:
         hidden = [self.programs("embed", self.outer, ids, bucket=bucket) for ids, bucket, _, _ in pieces]
@@ -96,7 +126,7 @@ class Device:
         for layer, weights in enumerate(self.model.params["layers"]):
             table = self.tables[self.layer_table[layer]]
             for i, (ids, bucket, start, count) in enumerate(pieces):
-                job = _job(stage, slot, start, count, i == 0)
+                job = _job(stage, slot, start, count, i == 0)._replace(turn=_turn(pieces))
                 state = self.states[layer]
                 arguments = (weights, self.stage, hidden[i], carries[i], state, table, ids, job)
                 self.stage, hidden[i], carries[i] = self.programs("unit", *arguments, layer=layer, bucket=bucket)
@@ -129,10 +159,11 @@ class Device:
     def trim(self, slot: int) -> None:
         """Make room in a slot that is due."""
         row = np.array([slot], np.int32)
+        joint = self._joint(_job(slot, slot, 0, 0, False))
         for layer, (_, record) in enumerate(self.plan.layers):
             if record.decode.after_step:
                 table = self.tables[self.layer_table[layer]]
-                self.states[layer] = self.programs("trim", self.states[layer], table, self.live, row, layer=layer)
+                self.states[layer] = self.programs("trim", self.states[layer], table, self.live, row, *joint, layer=layer)
         self.live = self.programs("trimmed", self.live, row)
 
     def truncate(self, slot: int, length: int) -> None:
@@ -155,6 +186,14 @@ class Device:
         out.copy_to_host_async()
         return out
 
+    def used(self, slot: int) -> Array | None:
+        """Pages that the slot's first prompt needs now, in the layer where it is most: -> i32; None: as many as before."""
+        if not all(record.used for _, record in self.plan.layers):
+            return None
+        out = self.programs("used", tuple(self.states), np.int32(slot))
+        out.copy_to_host_async()
+        return out
+
     def take(self, slot: int) -> list[Any]:
         """What a slot holds, on the host, layer by layer."""
         return [
@@ -167,6 +206,10 @@ class Device:
         for layer, saved in enumerate(session):
             table = self.tables[self.layer_table[layer]]
             self.states[layer] = self.programs("put", self.states[layer], table, np.int32(slot), saved, layer=layer)
+
+
+def _turn(pieces: list[Any]) -> np.ndarray:
+    return np.array([pieces[0][2], pieces[-1][2] + pieces[-1][3]], np.int32)
 
 
 def _job(stage: int, slot: int, start: int, count: int, fresh: bool) -> Job:

@@ -19,7 +19,7 @@ from sejax.models import Model
 from sejax.serve.core import Core
 from sejax.serve.device import Device
 from sejax.serve.live import FORCED, STOPS
-from sejax.serve.programs import Sizes
+from sejax.serve.plan import Sizes
 from sejax.serve.request import Delta, Finish, InvalidRequest, Mark, Prompt, Sampling, Sink, Stats, Usage
 from sejax.serve.sequence import Request
 from sejax.serve.text import TextStream
@@ -76,7 +76,7 @@ class Engine:
         seed: int | None = None,
         progress: Callable[[int, int], None] | None = None,
     ):
-        self.model, self.method, self.name = model, method, name
+        self.model, self.method, self.name = model, method.fitted(model), name
         self.max_len = max_len or model.config.max_position
         self._slots = slots or 2 * rows
         self._chunks = tuple(sorted(c for c in chunks if c <= max(self.max_len, min(chunks))))
@@ -137,8 +137,8 @@ class Engine:
         staged = self.method.order == "layer"
         pages = None
         if self.method.growing:
-            page = step.layers_of(self.model.config, str(self.model.dtype), self.method)[0][1].page
-            pages = -(-self._kv_tokens // page)
+            layers = step.layers_of(self.model.config, str(self.model.dtype), self.method, self.max_len)
+            pages = max(record.pages(max(self._kv_tokens, record.run(self.max_len))) for _, record in layers)
         sizes = Sizes(
             slots=self._slots + (len(lanes) if staged else 0),
             rows=self._rows,
@@ -344,6 +344,7 @@ def _unit_costs(device: Device) -> dict[int, float]:
             jax.block_until_ready(next(units, (np.zeros(0), 0))[0])
             times.append(time.perf_counter() - began)
         costs[bucket] = min(times)
+    costs[device.width] = costs[bucket] * device.width / bucket
     return costs
 
 

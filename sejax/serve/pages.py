@@ -20,6 +20,11 @@ class Pages:
         """`count` pages; IndexError if there are fewer: the caller plans with `free`."""
         return [self._free.popleft() for _ in range(count)]
 
+    def shrink(self, ids: list[int], count: int) -> None:
+        """Take back all but the first `count`."""
+        self._free.extend(ids[count:])
+        del ids[count:]
+
     def give_back(self, ids: list[int]) -> None:
         self._free.extend(ids)
         ids.clear()

@@ -7,14 +7,12 @@ never asked for their index need not even be lowered.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import hashlib
 import itertools
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,82 +20,17 @@ from jax import lax
 
 from sejax import step
 from sejax.kernels.launch import on_gpu
-from sejax.models import Model, decoder
+from sejax.models import decoder
 from sejax.serve import live as live_rows
 from sejax.serve.live import Live
-from sejax.types import Array, LayerMethod, LayerSpec, Method, Rows, State
+from sejax.serve.plan import Job, Plan
+from sejax.types import Array, Rows, State
 
 Key = tuple[str, int, int]  # program, layer group, bucket
 
 
 DECODES = {True: {"decode": False, "decode_greedy": True}, False: {"decode": False}}
 """Decode programs and whether they only take arg-maxes, by whether a GPU runs them: on a CPU one program branches."""
-
-
-class Sizes(NamedTuple):
-    """Static sizes. slots: S, spares included; pages: N a layer (None: each slot has its whole run); rows: largest batch."""
-
-    slots: int
-    rows: int
-    max_len: int
-    pages: int | None
-    stages: tuple[int, ...]  # token rows of each prefill stage, empty for methods that prefill in place
-    chunks: tuple[int, ...]  # prefill buckets, ascending
-
-
-class Job(NamedTuple):
-    """Scalars of one prefill unit, i32 or bool. slot: the sequence so far (S: none); stage: the stage's slot, or `slot`."""
-
-    stage: Any
-    slot: Any
-    start: Any
-    count: Any
-    fresh: Any  # first unit of this turn in this layer: forget what the stage (or a new sequence's slot) held
-
-
-class Watched(LayerSpec):
-    """A spec that notices when somebody reads its index: a pure function that never does treats layers of equal specs alike."""
-
-    def __getattribute__(self, name: str) -> Any:
-        if name == "index":
-            vars(self)["asked"] = True
-        return super().__getattribute__(name)
-
-    @property
-    def kind_of(self) -> tuple[Any, ...] | None:
-        """All but the index; None once that was read."""
-        return None if "asked" in vars(self) else tuple(getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "index")
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """The layers of one engine: what the program bodies close over."""
-
-    model: Model
-    method: Method
-    sizes: Sizes
-
-    @functools.cached_property
-    def layers(self) -> tuple[tuple[Watched, LayerMethod], ...]:
-        specs = [Watched(**vars(spec)) for spec in decoder.specs(self.model.config, str(self.model.dtype))]
-        return tuple((spec, self.method.layer(spec, None)) for spec in specs)
-
-    def width(self, method: LayerMethod) -> int:
-        """M of the layer's table."""
-        return method.pages(method.run(self.sizes.max_len))
-
-    def pool(self, method: LayerMethod) -> int:
-        """N of the layer."""
-        return self.sizes.pages or self.sizes.slots * self.width(method)
-
-    def stage_table(self, method: LayerMethod) -> tuple[int, list[list[int]]]:
-        """Pages of the stage pool and each stage's page ids, padded with an id out of range."""
-        widths = [method.pages(rows) for rows in self.sizes.stages]
-        total, table, at = sum(widths), [], 0
-        for width in widths:
-            table.append([*range(at, at + width), *[total] * (max(widths) - width)])
-            at += width
-        return total, table
 
 
 def _decode(plan: Plan, layer_table: tuple[int, ...], greedy: bool, params: Any, states: Any, tables: Any, live: Live, slot: Array) -> Any:
@@ -113,13 +46,21 @@ def _decode(plan: Plan, layer_table: tuple[int, ...], greedy: bool, params: Any,
     return states, live, jnp.stack([jnp.where(count > 0, token, -1), due.astype(jnp.int32)])
 
 
-def _trim(plan: Plan, index: int, state: State, table: Array, live: Live, slot: Array) -> State:
+def _trim(plan: Plan, index: int, state: State, table: Array, live: Live, slot: Array, *joint: Any) -> State:
     """Make room in one layer of a slot that is due."""
     _, method = plan.layers[index]
     length = live.length.at[slot].get(mode="fill", fill_value=0)
     rows = step.rows_of(table, slot, length, jnp.zeros_like(slot), slot[:, None], step.pool_pages(state))
     assert method.decode.after_step is not None
-    return method.decode.after_step(state, rows)
+    return method.decode.after_step(state, rows, *joint)
+
+
+def _joint(plan: Plan, layer_table: tuple[int, ...], states: Any, tables: Any, live: Live, job: Job) -> tuple[Any, ...]:
+    """What the seals of all layers share; a job of no tokens: what the trims of a slot share."""
+    length = live.length.at[job.slot].get(mode="fill", fill_value=0)
+    start = jnp.where(job.count > 0, job.start, length)
+    rows = Rows(job.slot[None], start[None], job.count[None], job.slot[None, None], job.slot[None, None])
+    return step.joined(plan.method, states, tuple(tables[i] for i in layer_table), rows)
 
 
 def _trimmed(live: Live, slot: Array) -> Live:
@@ -137,7 +78,8 @@ def _forget(state: State, slot: Array, fresh: Array) -> State:
 
 
 def _one(job: Job, slot: Array, table: Array, tokens: Array, state: State) -> Rows:
-    return step.rows_of(table, slot[None], job.start[None], job.count[None], tokens, step.pool_pages(state))
+    rows = step.rows_of(table, slot[None], job.start[None], job.count[None], tokens, step.pool_pages(state))
+    return rows._replace(turn=None if job.turn is None else job.turn[None])
 
 
 def _chunk_unit(plan: Plan, index: int, weights: Any, state: State, table: Array, x: Array, carry: Any, tokens: Array, job: Job) -> Any:
@@ -146,6 +88,16 @@ def _chunk_unit(plan: Plan, index: int, weights: Any, state: State, table: Array
     state = _forget(state, job.slot, job.fresh)
     rows = _one(job, job.slot, table, tokens, state)
     x, state, carry = step.run_layer(weights, plan.model.config, spec, method.prefill, state, x, carry, rows)
+    return state, x, carry
+
+
+def _replay_unit(plan: Plan, index: int, weights: Any, state: State, table: Array, x: Array, carry: Any, ids: Array, job: Job) -> Any:
+    """One of the method's passes through one layer."""
+    spec, method = plan.layers[index]
+    assert method.replay
+    x, state, carry = step.run_layer(
+        weights, plan.model.config, spec, method.replay, state, x, carry, _one(job, job.slot, table, ids, state)
+    )
     return state, x, carry
 
 
@@ -173,10 +125,10 @@ def _seal(plan: Plan, index: int, state: State, stage: State, table: Array, job:
     return method.seal(stage, state, staged, old, new)
 
 
-def _seal_in_place(plan: Plan, index: int, state: State, table: Array, job: Job) -> State:
+def _seal_in_place(plan: Plan, index: int, state: State, table: Array, job: Job, *joint: Any) -> State:
     _, method = plan.layers[index]
     assert method.seal is not None
-    return method.seal(state, _one(job, job.slot, table, jnp.zeros((1, 1), jnp.int32), state))
+    return method.seal(state, _one(job, job.slot, table, jnp.zeros((1, 1), jnp.int32), state), *joint)
 
 
 def _truncate(plan: Plan, layer_table: tuple[int, ...], states: Any, tables: Any, slot: Array, length: Array) -> Any:
@@ -211,6 +163,19 @@ def _set_table(table: Array, slot: Array, entries: Array) -> Array:
 def _held(counts: Any, slot: Array) -> Array:
     """Mean rows a slot holds over layers and heads, f32."""
     return jnp.mean(jnp.stack([jnp.mean(n.at[slot].get(mode="fill", fill_value=0).astype(jnp.float32)) for n in counts]))
+
+
+def _pass(plan: Plan, index: Array, tokens: Array, length: Array) -> Any:
+    """ids i32[1,W], how many of them are real, and the carry of the method's pass number `index` over tokens i32[max_len]."""
+    assert plan.method.passes
+    ids, count, carry = plan.method.passes.input(index, tokens, length)
+    return ids[None], count, carry
+
+
+def _used(plan: Plan, states: Any, slot: Array) -> Array:
+    """Pages that a slot's first prompt needs in the layer where it is most: i32."""
+    rows = Rows(slot[None], slot[None], slot[None], slot[None, None], slot[None, None])
+    return jnp.max(jnp.stack([method.used(state, rows)[0] for (_, method), state in zip(plan.layers, states, strict=True) if method.used]))
 
 
 def _take(state: State, table: Array, slot: Array) -> Any:
@@ -273,6 +238,7 @@ class Programs:
         plan, first, alike = self.plan, {}, {}
         params, scalar = _shape(plan.model.params), jax.ShapeDtypeStruct((), jnp.int32)
         job = Job(scalar, scalar, scalar, scalar, jax.ShapeDtypeStruct((), jnp.bool_))
+        joint = jax.eval_shape(_bind(_joint, plan, self.layer_table), _shape(states), _shape(tables), _shape(live), job)
         carry: Any = None
         for index, (spec, method) in enumerate(plan.layers):
             state, table = _shape(states[index]), _shape(tables[self.layer_table[index]])
@@ -280,11 +246,12 @@ class Programs:
             def unit(chunk: int, index: int = index, state: Any = state, table: Any = table, carry: Any = carry) -> Any:
                 hidden = plan.model.config.hidden_size
                 x, tokens = jax.ShapeDtypeStruct((1, chunk, hidden), plan.model.dtype), jax.ShapeDtypeStruct((1, chunk), jnp.int32)
+                one = job._replace(turn=jax.ShapeDtypeStruct((2,), jnp.int32))
                 if stage is None:
                     f = jax.jit(_bind(_chunk_unit, plan, index), donate_argnums=1)
-                    return f.lower(params["layers"][index], state, table, x, carry, tokens, job)
+                    return f.lower(params["layers"][index], state, table, x, carry, tokens, one)
                 f = jax.jit(_bind(_stage_unit, plan, index), donate_argnums=1)
-                return f.lower(params["layers"][index], _shape(stage), x, carry, state, table, tokens, job)
+                return f.lower(params["layers"][index], _shape(stage), x, carry, state, table, tokens, one)
 
             shapes = str((params["layers"][index], state, table, carry))
             if spec.kind_of is not None and (spec.kind_of, shapes) in alike:
@@ -297,11 +264,12 @@ class Programs:
                 f = jax.jit(_bind(_seal, plan, index), donate_argnums=0)
                 seal = f.lower(state, _shape(stage), table, job, scalar)
             elif method.seal:
-                seal = jax.jit(_bind(_seal_in_place, plan, index), donate_argnums=0).lower(state, table, job)
+                seal = jax.jit(_bind(_seal_in_place, plan, index), donate_argnums=0).lower(state, table, job, *joint)
             if method.decode.after_step:
                 f = jax.jit(_bind(_trim, plan, index), donate_argnums=0)
-                trim = f.lower(state, table, _shape(live), jax.ShapeDtypeStruct((1,), jnp.int32))
-            text = "".join(program.as_text() for program in (smallest, seal, trim) if program)
+                trim = f.lower(state, table, _shape(live), jax.ShapeDtypeStruct((1,), jnp.int32), *joint)
+            replay = self._replay(index, state, table) if method.replay else None
+            text = "".join(program.as_text() for program in (smallest, seal, trim, replay) if program)
             group = first.setdefault(hashlib.sha256(text.encode()).digest(), index)
             self.groups.append(group)
             if spec.kind_of is not None and str((params["layers"][index], state, table, carry)) == shapes:
@@ -315,10 +283,24 @@ class Programs:
                 yield ("seal", index, 0), seal
             if trim is not None:
                 yield ("trim", index, 0), trim
+            if replay is not None:
+                yield ("replay", index, 0), replay
             if plan.sizes.pages is not None:  # only sequences that grow are ever paused
                 yield ("take", index, 0), jax.jit(_take).lower(state, table, scalar)
                 moved = _shape(jax.eval_shape(_take, state, table, scalar))
                 yield ("put", index, 0), jax.jit(_put, donate_argnums=0).lower(state, table, scalar, moved)
+
+    def _pass(self) -> Any:
+        """The program that makes a replay's input."""
+        scalar, tokens = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((self.plan.sizes.max_len,), jnp.int32)
+        return jax.jit(_bind(_pass, self.plan)).lower(scalar, tokens, scalar)
+
+    def _replay(self, index: int, state: Any, table: Any) -> Any:
+        ids, count, carry = self._pass().out_info
+        job = Job(count, count, count, count, jax.ShapeDtypeStruct((), jnp.bool_))
+        x = jax.ShapeDtypeStruct((*ids.shape, self.plan.model.config.hidden_size), self.plan.model.dtype)
+        weights = _shape(self.plan.model.params["layers"][index])
+        return jax.jit(_bind(_replay_unit, self.plan, index), donate_argnums=1).lower(weights, state, table, x, carry, ids, job)
 
     def _whole_programs(self, states: Any, tables: Any, live: Live) -> Iterator[tuple[Key, Any]]:
         """Programs over all layers, and the small ones."""
@@ -334,10 +316,19 @@ class Programs:
                 yield (name, 0, bucket), f.lower(params, states_, tables_, live_, slot)
         if trims:
             yield ("trimmed", 0, 0), jax.jit(_trimmed, donate_argnums=0).lower(live_, jax.ShapeDtypeStruct((1,), jnp.int32))
+        if plan.method.joint:
+            job = Job(scalar, scalar, scalar, scalar, jax.ShapeDtypeStruct((), jnp.bool_))
+            yield ("joint", 0, 0), jax.jit(_bind(_joint, plan, self.layer_table)).lower(states_, tables_, live_, job)
         if any(method.truncate for _, method in plan.layers):
             f = jax.jit(_bind(_truncate, plan, self.layer_table), donate_argnums=0)
             yield ("truncate", 0, 0), f.lower(states_, tables_, scalar, scalar)
-        for chunk in plan.sizes.chunks:
+        passes = plan.method.passes
+        if passes:
+            yield ("pass", 0, 0), self._pass()
+        if any(method.used for _, method in plan.layers):
+            yield ("used", 0, 0), jax.jit(_bind(_used, plan)).lower(states_, scalar)
+        again: tuple[int, ...] = (passes.width(plan.sizes.max_len),) if passes else ()
+        for chunk in sorted({*plan.sizes.chunks, *again}):
             tokens = jax.ShapeDtypeStruct((1, chunk), jnp.int32)
             x = jax.ShapeDtypeStruct((1, chunk, plan.model.config.hidden_size), plan.model.dtype)
             embed = jax.jit(lambda outer, tokens: decoder.embed(outer, plan.model.config, tokens))

@@ -25,6 +25,7 @@ class Session:
     held: int = 0
     mark: Mark | None = None  # what its ids read as, for the next request's encoding
     kept: float = 0.0  # mean rows over layers and heads
+    packed: tuple[int, int] = (0, 0)  # its first tokens, and the pages these take: fewer than they took when they came
     pages: list[int] = dataclasses.field(default_factory=list)
     used: float = dataclasses.field(default_factory=time.monotonic)
 

@@ -156,12 +156,16 @@ def put(method: Any) -> Any:
 
 
 def oracle(spec: str) -> Transformer:
-    """The oracle's model for a method, or for "retention + selection"."""
+    """The oracle's model for a method, or for several: "how prompts are read + retention + selection"."""
     config = model().config
     made = [_oracle_layers(part) for part in spec.split("+")]
-    if len(made) == 2:
-        for keeps, reads in zip(*made, strict=True):
-            keeps.reader = reads
+    for layers in zip(*made, strict=True):
+        first, *others = sorted(layers, key=lambda layer: getattr(layer, "reads_prompts", False))
+        for other in others:
+            setattr(first, "prompter" if getattr(other, "reads_prompts", False) else "reader", other)
+        for layer in layers:
+            layer.call = CHUNK
+    made.sort(key=lambda layers: getattr(layers[0], "reads_prompts", False))
     return Transformer(model().params, config, made[0])
 
 

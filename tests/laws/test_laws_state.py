@@ -173,9 +173,11 @@ def test_law_7_hooks_keep_tree_shapes_and_types(case):
             k = jnp.zeros((1, new, spec.heads, spec.head_dim), spec.dtype)
             written = jax.eval_shape(lambda s, h=hooks, r=rows: h.write(s, Qkv(q, k, k, q, k), r), given)  # noqa: B023
             assert written == jax.eval_shape(lambda s: s, given)
-        same = [f for f in (method.decode.after_step, method.truncate, method.seal if in_place else None) if f]
-        for hook in same:
-            assert jax.eval_shape(lambda s, f=hook, r=rows: f(s, r), state) == jax.eval_shape(lambda s: s, state)
+        joint = step.joined(p.method, cache.states, cache.layer_tables, rows)
+        same = [(method.decode.after_step, joint), (method.truncate, ()), (method.seal if in_place else None, joint)]
+        for hook, more in same:
+            if hook:
+                assert jax.eval_shape(lambda s, f=hook, r=rows, m=more: f(s, r, *m), state) == jax.eval_shape(lambda s: s, state)
         if not in_place:
             sealed = jax.eval_shape(functools.partial(_seal, method, rows), stage, state)
             assert sealed == jax.eval_shape(lambda s: s, state)

@@ -115,16 +115,20 @@ def _prompt(layer: LayerMethod, staged: bool, count: int, state, qkv, carry, row
     if not staged:
         state = layer.prefill.write(state, qkv, rows)
         views, carry = layer.prefill.before_attention(state, qkv, carry, rows)
-        seen = attention(qkv.q, views, rows.count)
+        seen = _attend(layer, qkv.q, views, rows)
         state, carry = layer.prefill.after_attention(state, qkv, seen, carry, rows)
         return seen.out, layer.seal(state, rows) if layer.seal else state, carry
     width = layer.pages(layer.stage_run(count))
     on_stage = rows._replace(slot=jnp.zeros(1, jnp.int32), table=jnp.arange(width, dtype=jnp.int32)[None])
     stage = layer.prefill.write(layer.prefill.init(1, width), qkv, on_stage)
     views, carry = layer.prefill.before_attention(stage, qkv, carry, on_stage)
-    seen = attention(qkv.q, (*layer.history(state, qkv, rows), *views), rows.count)
+    seen = _attend(layer, qkv.q, (*layer.history(state, qkv, rows), *views), rows)
     stage, carry = layer.prefill.after_attention(stage, qkv, seen, carry, on_stage)
     return seen.out, layer.seal(stage, state, on_stage, rows, rows), carry
+
+
+def _attend(layer: LayerMethod, q, views, rows):
+    return layer.prefill.attend(q, views, rows) if layer.prefill.attend else attention(q, views, rows.count)
 
 
 def _token(layer: LayerMethod, state, qkv, carry, rows):

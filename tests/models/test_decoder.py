@@ -5,22 +5,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from sejax.kernels.linear import product
 from sejax.models import decoder, logits, model
 from tests.models.tiny import tiny_model
 
 
 @pytest.mark.parametrize("dtype, atol", [("float32", 1e-5), ("bfloat16", 0.1), ("float16", 0.02)])
-def test_linear(dtype, atol):
+def test_product(dtype, atol):
     """Every form the row count selects gives the same product; an odd output size too."""
     rng = np.random.default_rng(0)
-    for rows in ((1,), (2,), (7,), (32,), (33,), (2, 3, 5), (64,)):
+    for rows in (1, 2, 7, 32, 33, 64):
         for out in (6, 7):
-            x, w, b = (jnp.asarray(rng.standard_normal(s), dtype) for s in ((*rows, 16), (out, 16), (out,)))
+            x, w, b = (jnp.asarray(rng.standard_normal(s), dtype) for s in ((rows, 16), (out, 16), (out,)))
             expected = np.asarray(x, np.float32) @ np.asarray(w, np.float32).T
-            y = decoder.linear(x, w, b)
+            y = product(x, w, b)
             assert y.dtype == dtype
             np.testing.assert_allclose(np.asarray(y, np.float32), expected + np.asarray(b, np.float32), atol=atol)
-            exact = decoder.linear(x, w, dtype=jnp.float32)
+            exact = product(x, w, dtype=jnp.float32)
             assert exact.dtype == jnp.float32
             np.testing.assert_allclose(exact, expected, atol=1e-5)
 
@@ -52,9 +53,9 @@ def test_specs_are_static():
 def test_fingerprint():
     a, b = tiny_model(seed=0), tiny_model(seed=1)
     assert a.fingerprint() == tiny_model(seed=0).fingerprint() != b.fingerprint()
-    up = a.params["layers"][1]["up"]
+    up = a.params["layers"][1]["gate_up"]
     for other in (up.at[3, 4].add(1e-6), up[::-1], up.astype("bfloat16")):
-        layers = (a.params["layers"][0], a.params["layers"][1] | {"up": other})
+        layers = (a.params["layers"][0], a.params["layers"][1] | {"gate_up": other})
         assert a.replace(params=a.params | {"layers": layers}).fingerprint() != a.fingerprint()
     assert a.fingerprint() != tiny_model(seed=0, norm_eps=1e-5).fingerprint()
     assert tiny_model(dtype="bfloat16").fingerprint()

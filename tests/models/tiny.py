@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sejax.models import Config, Model
-from sejax.models.family import layer_shapes, top_shapes
+from sejax.models.family import layer_shapes, packed, top_shapes
 from sejax.models.rope import Rope
 
 STD = {"q": 0.45, "k": 0.45, "v": 0.3, "o": 0.3, "gate": 0.3, "up": 0.3, "down": 0.2, "embed": 1.0, "lm_head": 0.5}
@@ -24,7 +24,7 @@ def tensor(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.nd
 
 
 def random_params(config: Config, seed: int = 0) -> dict[str, Any]:
-    """float32 numpy parameters, the same for the same seed everywhere."""
+    """float32 numpy parameters as a checkpoint stores them, the same for the same seed everywhere."""
     rng = np.random.default_rng(seed)
     top = {name: tensor(rng, name, shape) for name, shape in top_shapes(config).items()}
     layers = tuple({n: tensor(rng, n, s) for n, s in layer_shapes(config).items()} for _ in range(config.layers))
@@ -51,5 +51,6 @@ def tiny_model(layers=2, heads=4, kv_heads=2, head_dim=8, hidden=32, vocab=101, 
         }
     )
     params = random_params(config, seed)
+    params["layers"] = tuple(packed(layer) for layer in params["layers"])
     cast = lambda t: {k: tuple(map(cast, v)) if k == "layers" else jnp.asarray(v, dtype) for k, v in t.items()}  # noqa: E731
     return Model(cast(params), config)

@@ -3,6 +3,9 @@
 Each layer's attention is a `Layer` from another file here: it sees the new tokens' projections and answers with their attention.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,16 +41,20 @@ class Layer:
     q, k, v: by position, of every token ever seen; kept: for each kv head the ascending positions still held.
     """
 
+    call = 10**9  # prompt tokens a prefill call
+
     def __init__(self, index: int, layers: int, heads: int, **arguments: Any) -> None:
         self.index, self.layers, self.heads = index, layers, heads
         self.__dict__.update(arguments)
         self.q, self.k, self.v, self.q_raw = {}, {}, {}, {}
         self.kept: list[list[int]] = [[] for _ in range(heads)]
         self.reader: Layer | None = None  # a selection that reads, at decode steps, what this layer keeps
+        self.model: Any = None  # the Transformer
+        self.prompter: Any = None  # what reads prompts, where they are not read as a whole
 
     def prompt(self, new: New) -> np.ndarray:
         self.add(new)
-        out = self.read_prompt(new)
+        out = self.prompter.read_tiles(self, new) if self.prompter else self.read_prompt(new)
         self.seal(new)
         return out
 
@@ -86,6 +93,9 @@ class Layer:
 
     def trim(self, new: New) -> None:
         """After a decoded token."""
+
+    def finish(self, layers: list[Layer], tokens: list[int], hidden: np.ndarray, prompt: bool) -> None:
+        """After the last layer, whose output is hidden [T,E]; layers: all of them."""
 
 
 class Evicting(Layer):
@@ -132,20 +142,30 @@ class Transformer:
         cast = lambda x: np.asarray(x, np.float64)  # noqa: E731
         self.embed, self.norm, self.config, self.layers, self.length = cast(params["embed"]), cast(params["norm"]), config, layers, 0
         self.weights = [{k: cast(v) for k, v in p.items()} for p in params["layers"]]
+        for layer in layers:
+            layer.model = self
 
     def run(self, tokens: list[int], prompt: bool) -> np.ndarray:
         """Logits [T,V] of one turn's prompt, or of one decoded token."""
-        c, x = self.config, self.embed[np.asarray(tokens)]
         pos = self.length + np.arange(len(tokens))
+        x = self.forward(tokens, pos, lambda layer, new: layer.prompt(new) if prompt else layer.token(new))
+        self.length += len(tokens)
+        for layer in self.layers:
+            layer.finish(self.layers, tokens, x, prompt)
+        return rms(x, self.norm, self.config.norm_eps) @ self.embed.T
+
+    def forward(self, tokens: list[int], pos: np.ndarray, attend: Callable[[Layer, New], np.ndarray]) -> np.ndarray:
+        """Hidden states [T,E] behind the last layer."""
+        c, x = self.config, self.embed[np.asarray(tokens)]
         for p, layer in zip(self.weights, self.layers, strict=True):
             h = rms(x, p["attn_norm"], c.norm_eps)
-            q_raw = (h @ p["q"].T).reshape(len(tokens), c.kv_heads, c.group, c.head_dim)
-            k_raw, v = ((h @ p[n].T).reshape(len(tokens), c.kv_heads, c.head_dim) for n in "kv")
+            q_raw, k_raw, v = np.split(h @ p["qkv"].T, [c.heads * c.head_dim, (c.heads + c.kv_heads) * c.head_dim], axis=1)
+            q_raw = q_raw.reshape(len(tokens), c.kv_heads, c.group, c.head_dim)
+            k_raw, v = (x.reshape(len(tokens), c.kv_heads, c.head_dim) for x in (k_raw, v))
             new = New(rope(q_raw, pos[:, None, None]), rope(k_raw, pos[:, None]), v, q_raw, k_raw, pos)
-            out = layer.prompt(new) if prompt else layer.token(new)
+            out = attend(layer, new)
             x = x + out.reshape(len(tokens), -1) @ p["o"].T
             h = rms(x, p["mlp_norm"], c.norm_eps)
-            gate = h @ p["gate"].T
-            x = x + (gate / (1 + np.exp(-gate)) * (h @ p["up"].T)) @ p["down"].T
-        self.length += len(tokens)
-        return rms(x, self.norm, c.norm_eps) @ self.embed.T
+            gate, up = np.split(h @ p["gate_up"].T, 2, axis=1)
+            x = x + (gate / (1 + np.exp(-gate)) * up) @ p["down"].T
+        return x

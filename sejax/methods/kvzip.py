@@ -1,0 +1,329 @@
+"""Keep the prompt tokens that the model itself looks at while it repeats the prompt."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from sejax.cache.compose import owned
+from sejax.cache.method import check, composed
+from sejax.cache.packed import Packed
+from sejax.cache.retention import LOCAL_SETS, Retention
+from sejax.cache.ring import of_slot
+from sejax.cache.storage import raw
+from sejax.kernels import rows as kernel
+from sejax.types import Array, AttentionView, Hooks, LayerMethod, LayerSpec, Method, Passes, Qkv, Rows, Seen, State
+
+FIRST = "\n\nWrite the whole text above once more, word for word."
+NEXT = "\n\nWrite on with the text above, word for word, from the place where it says:"
+BLOCK = 128  # replayed queries whose logits exist at a time
+LARGEST = 0x7F7FFFFF  # bits of the largest finite float32
+
+
+class Rule(NamedTuple):
+    """kvzip's arguments that its layers need."""
+
+    ratio: float
+    mode: str
+    sinks: int
+    chunk: int
+    scores: tuple[float, ...] | None
+    rule: str
+
+
+class Scores(tuple[float, ...]):
+    """Head scores, layer by layer; shown by a digest of theirs."""
+
+    def __str__(self) -> str:
+        return hashlib.sha256(np.asarray(self, np.float64).tobytes()).hexdigest()[:12]
+
+
+def read_scores(path: str) -> Scores:
+    """Head scores from a file {"scores": [[a number for each kv head], ... for each layer]}."""
+    try:
+        found = json.loads(Path(path).read_text())["scores"]
+        return Scores(float(score) for layer in found for score in layer)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"scores={path} cannot be read ({error}); `sejax calibrate` makes such files") from None
+
+
+def probability(q: Array, keys: Array, context: slice, real: Array, count: Array) -> Array:
+    """The largest probability that any query, of any head of the group, gives each context key: f32[R,H,C].
+
+    q [R,T,H,G,D], the first count i32[R] of them are asked; keys [R,H,K+T,D]: K earlier ones, `context` a slice of them, of which
+    those in real bool[R,K] exist, then the queries' own. The softmax is over all of these, in fp32. Logits of BLOCK queries exist
+    at a time: Hq x BLOCK x (K + T) x 4 bytes.
+    """
+    new, block = q.shape[1], min(q.shape[1], BLOCK)
+    q = jnp.pad(q, [(0, 0), (0, -new % block), *[(0, 0)] * 3])
+    exact = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+    own = jnp.arange(new, dtype=jnp.int32)
+
+    def step(i: Array, best: Array) -> Array:
+        part, at = lax.dynamic_slice_in_dim(q, i * block, block, axis=1), i * block + jnp.arange(block, dtype=jnp.int32)
+        logits = jnp.einsum("rthgd,rhkd->rhgtk", part, keys.astype(q.dtype), preferred_element_type=jnp.float32, precision=exact)
+        causal = jnp.broadcast_to(own <= at[:, None], (q.shape[0], block, new))
+        seen = jnp.concatenate([jnp.broadcast_to(real[:, None], (*causal.shape[:2], real.shape[1])), causal], axis=2)
+        logits = jnp.where(seen[:, None, None], logits * q.shape[-1] ** -0.5, -jnp.inf)
+        lse = jnp.max(logits, axis=-1, keepdims=True)
+        lse += jnp.log(jnp.sum(jnp.exp(logits - lse), axis=-1, keepdims=True))
+        found = jnp.where((at < count[:, None])[:, None, None, :, None], jnp.exp(logits[..., context] - lse), 0)
+        return jnp.maximum(best, found.max(axis=(2, 3)))
+
+    start = jnp.zeros((*keys.shape[:2], context.stop - context.start), jnp.float32)
+    return lax.fori_loop(0, -(-jnp.max(count) // block), step, start)
+
+
+def threshold(above: Callable[[Array], Array], most: Array, steps: Any = 31) -> Array:
+    """The smallest score that at most `most` candidates exceed: the one of rank `most` from above. All as bits, i32, shape of `most`.
+
+    Bits of floats >= 0 are ordered as the floats are. above(bits) counts the candidates with larger ones; under tensor
+    parallelism this count is where the collective goes.
+    """
+
+    def halve(_: Array, ends: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = ends
+        middle = low + (high - low) // 2
+        enough = above(middle) <= most
+        return jnp.where(enough, low, middle + 1), jnp.where(enough, middle, high)
+
+    return lax.fori_loop(0, steps, halve, (jnp.zeros_like(most), jnp.full_like(most, LARGEST)))[1]
+
+
+def candidates(state: State, rows: Rows, page: int) -> Array:
+    """Bits of the scores of a first prompt's rows, not packed yet: i32[R,H,M*P], -1 for what is no candidate."""
+    heads = state.pages["score"].shape[1]
+    row = jnp.arange(rows.table.shape[1] * page, dtype=jnp.int32)
+    score = kernel.take(state.pages["score"], rows.table, jnp.broadcast_to(row, (rows.slot.shape[0], heads, row.shape[0])))
+    real = (row < of_slot(state.rows["n"], rows)[..., None]) & (score < jnp.inf)
+    return jnp.where(real, lax.bitcast_convert_type(score, jnp.int32), -1)
+
+
+def begins(rows: Rows) -> Array:
+    """bool[R]: sequences whose first prompt this is, the only one that is compressed."""
+    return (rows.start == 0) & (rows.count > 0)
+
+
+def pairs_kept(rule: Rule, pairs: int, room: int) -> np.ndarray:
+    """Of how many pairs' rank the threshold is, i32[room+1] by tokens: exact, because float32 counts pairs up to 2^24 only.
+
+    pairs: layers times heads. official: by context tokens; kvpress: by all tokens of the prompt, its protected ones counted in.
+    """
+    total = np.arange(room + 1, dtype=np.int64) * pairs
+    if rule.rule == "kvpress":
+        return (total - (total * round(1 - rule.ratio, 12)).astype(np.int64)).astype(np.int32)
+    return np.maximum((total * rule.ratio).astype(np.int64) - 1, 0).astype(np.int32)
+
+
+def joined(rule: Rule, page: int, states: tuple[State, ...], rows: tuple[Rows, ...]) -> Any:
+    """Over all layers, heads and tokens: the threshold i32[R]; kvpress also: how many at it stay in each head, i32[R,L,H]."""
+    found = [candidates(*given, page) for given in zip(states, rows, strict=True)]
+    heads, room = found[0].shape[1:]
+    pairs, context = len(found) * heads, jnp.sum(found[0][:, 0] >= 0, axis=-1)
+    table = jnp.asarray(pairs_kept(rule, pairs, room))
+    length = of_slot(states[0].rows["n"], rows[0])[:, 0]
+    most = table[context] if rule.rule == "official" else jnp.maximum(table[length] - pairs * (length - context), 0)
+    zero = jnp.zeros_like(most)
+    above = lambda bits: sum((jnp.sum(f > bits[:, None, None], axis=(1, 2), dtype=jnp.int32) for f in found), zero)  # noqa: E731
+    least = threshold(above, most, jnp.where(jnp.any(begins(rows[0])), 31, 0))
+    if rule.rule == "official":
+        return least
+    ties = jnp.stack([jnp.sum(f == least[:, None, None], axis=2, dtype=jnp.int32) for f in found], axis=1).reshape(len(least), -1)
+    left = (most - above(least))[:, None] - (jnp.cumsum(ties, axis=1) - ties)
+    return least, jnp.clip(left, 0, ties).reshape(-1, len(found), heads)
+
+
+@dataclasses.dataclass(frozen=True)
+class Zip(Packed):
+    """A packed layer whose scores come from replays of the prompt, or belong to its heads."""
+
+    rule: Rule
+
+    def evicting(self, retention: Retention) -> LayerMethod:
+        base = super().evicting(retention)
+        if self.rule.ratio >= 1:
+            return base
+        replay = Hooks(self.init, lambda state, qkv, rows: state, self.replay, self.scored)
+        return base._replace(seal=self.seal, replay=None if self.rule.scores else replay)
+
+    def unscored(self, pos: Array) -> Array:
+        if self.rule.scores is None:
+            return super().unscored(pos)
+        layers, heads = self.spec.layers, self.spec.heads
+        given = len(self.rule.scores)
+        check(
+            given == layers * heads, f"scores has {given} numbers: a model of {layers} layers and {heads} kv heads needs {layers * heads}"
+        )
+        mine = np.asarray(self.rule.scores, np.float32).reshape(layers, heads)[self.spec.index]
+        return jnp.where(pos >= self.rule.sinks, jnp.asarray(mine), jnp.inf)
+
+    def seal(self, state: State, rows: Rows, *joint: Any) -> State:
+        """Drop what is not above the threshold from a first prompt; a later one stays whole."""
+        found, ties = candidates(state, rows, self.storage.page), jnp.int32(0)
+        if self.rule.mode == "pair-uniform":
+            room = found.shape[-1]
+            most = jnp.asarray((np.arange(room + 1) * self.rule.ratio).astype(np.int32))[jnp.sum(found >= 0, axis=-1)]
+            above = lambda bits: jnp.sum(found > bits[..., None], axis=-1, dtype=jnp.int32)  # noqa: E731
+            least = threshold(above, most)
+            ties = (most - above(least))[..., None]
+        elif self.rule.rule == "kvpress":
+            least, ties = joint[0][0][:, None], joint[0][1][:, self.spec.index, :, None]
+        else:
+            least = joint[0][:, None]
+        equal = found == least[..., None]
+        stays = (found < 0) | (found > least[..., None]) | (equal & (jnp.cumsum(equal, axis=-1) <= ties))
+        packs = begins(rows)
+        return lax.cond(jnp.any(packs), lambda s: self.pack(s, rows, stays, packs), lambda s: s, state)
+
+    def replay(self, state: State, qkv: Qkv, carry: Any, rows: Rows) -> tuple[tuple[AttentionView, ...], Any]:
+        """A replay's tokens see the whole prompt, and each other causally; they are never stored."""
+        page = self.storage.page
+        count, new = qkv.k.shape[:2]
+        pages = -(-new // page)
+
+        def paged(x: Array) -> Array:
+            x = jnp.pad(x.astype(self.spec.dtype), [(0, 0), (0, pages * page - new), (0, 0), (0, 0)])
+            return jnp.swapaxes(x.reshape(count * pages, page, *x.shape[2:]), 1, 2)
+
+        ids = jnp.arange(count * pages, dtype=jnp.int32).reshape(count, pages)
+        own = AttentionView(paged(qkv.k), paged(qkv.v), ids, rows.count, own=rows.count, run=page)
+        return (self.everything(state, self.placed(owned(state, rows), rows)), own), carry
+
+    def scored(self, state: State, qkv: Qkv, seen: Seen, carry: Any, rows: Rows) -> tuple[State, Any]:
+        """Score the context rows that a replay repeats; carry: the first of them and how many, both i32[R]."""
+        first, size = carry
+        placed, sinks = self.placed(owned(state, rows), rows), self.rule.sinks
+        row = jnp.arange(min(self.rule.chunk, qkv.q.shape[1]), dtype=jnp.int32)
+        system = jnp.broadcast_to(jnp.arange(sinks, dtype=jnp.int32), (len(first), sinks))
+        listed = jnp.concatenate([system, first[:, None] + row], axis=1)
+        real = jnp.concatenate([jnp.ones_like(system, bool), row < size[:, None]], axis=1)
+        listed = jnp.broadcast_to(listed[:, None], (len(first), self.spec.heads, listed.shape[1]))
+        old = self.storage.keys(state.pages["kv"], placed.table, listed)
+        keys = jnp.concatenate([old, jnp.swapaxes(qkv.k, 1, 2).astype(old.dtype)], axis=2)
+        found = probability(qkv.q, keys, slice(sinks, sinks + len(row)), real, rows.count)
+        asked = (row < size[:, None]) & (rows.count > 0)[:, None]
+        where = jnp.where(asked, first[:, None] + row, -1)[..., None]
+        where = jnp.broadcast_to(where, (*asked.shape, self.spec.heads))
+        score = kernel.put(state.pages["score"], placed.table, where, jnp.swapaxes(found, 1, 2))
+        return State(state.pages | {"score": score}, state.rows), carry
+
+
+def passes(sinks: int, chunk: int, tail: int, wording: tuple[tuple[int, ...], ...]) -> Passes:
+    """Replays of the tokens behind the sinks, `chunk` at a time: [instruction, last tokens of the chunk before, postfix, chunk]."""
+    first, later, end = wording
+    tail = min(tail, chunk)
+    heads = ([*first, *end], [*later, *[-1] * tail, *end])
+    longest = max(map(len, heads))
+    before = np.asarray([[*head, *[-1] * (longest - len(head))] for head in heads], np.int32).reshape(2, longest)
+    sizes = np.asarray([len(head) for head in heads], np.int32)
+
+    def number(length: Any) -> Any:
+        return (length - sinks + chunk - 1) // chunk
+
+    def made(index: Any, tokens: Array, length: Any) -> tuple[Array, Array, Any]:
+        kind = jnp.minimum(index, 1)
+        begin = sinks + index * chunk
+        size, head = jnp.clip(length - begin, 0, chunk), jnp.asarray(sizes)[kind]
+        at = jnp.arange(longest + min(chunk, tokens.shape[0]), dtype=jnp.int32)
+        given = jnp.pad(jnp.asarray(before)[kind], (0, len(at) - longest), constant_values=-1)
+        source = jnp.where(at < head, begin - tail + at - len(later), begin + at - head)
+        told = (at < head) & (given >= 0)
+        ids = jnp.where(told, given, tokens[jnp.clip(source, 0, tokens.shape[0] - 1)])
+        return ids, head + size, (jnp.reshape(begin, 1), jnp.reshape(size, 1))
+
+    return Passes(lambda length: longest + min(chunk, length), number, made)
+
+
+def split(ids: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """(first instruction, later instruction, postfix) from ids parted by -1; what is missing: as the first, and nothing."""
+    ends = [-1, *[i for i, id in enumerate(ids) if id == -1], len(ids)]
+    parts = [tuple(ids[a + 1 : b]) for a, b in itertools.pairwise(ends)]
+    check(len(parts) <= 3 and all(id >= -1 for id in ids), f"instruction_ids={ids} must be ids >= 0 in at most 3 parts, parted by -1")
+    return (parts[0], parts[min(1, len(parts) - 1)], parts[2] if len(parts) == 3 else ())
+
+
+@functools.lru_cache(maxsize=8)
+def wording(tokenizer: Any) -> tuple[int, ...]:
+    """The instructions and the template's turn from user to assistant, as instruction_ids."""
+    check(tokenizer is not None, "kvzip asks the model to repeat its prompt, but it has no tokenizer: give instruction_ids=(id,id,...)")
+    mark, end = "REPEAT-HERE", "\n"
+    if tokenizer.chat_template is not None:
+        end = tokenizer.render([{"role": "user", "content": mark}]).rpartition(mark)[2]
+    first, later, end = (tokenizer.encode(text) for text in (FIRST, NEXT, end))
+    return (*first, -1, *later, -1, *end)
+
+
+def kvzip(
+    ratio: float = 0.3,
+    mode: Literal["pair", "pair-uniform", "head"] = "pair",
+    sinks: int = 4,
+    chunk: int = 2000,
+    tail: int = 8,
+    instruction_ids: tuple[int, ...] | None = None,
+    scores: tuple[float, ...] | str | None = None,
+    rule: Literal["official", "kvpress"] = "official",
+    page: int = 16,
+) -> Method:
+    """Compress the first prompt once, for any later question: keep what the model reads while it repeats the prompt.
+
+    s_j = max over the group and all queries of a replay of softmax(q [K_sinks, K_chunk, K_replay]^T / sqrt(D))_j, for the tokens j
+    of the chunk that is replayed on top of the whole cache; keep the pairs of (layer, kv head, token) with s above the score of
+    rank int(ratio N) among all N.
+
+    Family: eviction
+    Paper: Kim et al. 2025, arXiv 2505.23416.
+    Differs: softmax in fp32. Protected are the first `sinks` tokens, in the server too: it does not tell template, system message
+        and last user turn apart. Only the first prompt is compressed: what later turns add stays. Cost: each prompt token is run
+        once more, in units of `chunk` tokens a layer, about the prefill's own time. Pages are dealt by head, so that a layer needs what its
+        heads keep in the mean; all layers share one table, so the layer that keeps most decides how many pages are given back.
+        Scores stay beside their rows (page leaf "score"), for pruning.
+    Keeps: after the first prompt the sinks and int(ratio N) - 1 of its N other pairs (ties at the threshold are dropped); every
+        later token.
+
+    Args:
+        ratio: fraction kept of the pairs that are not protected; 1 or more keeps all and replays nothing.
+        mode: "pair": one threshold over all layers and heads; "pair-uniform": the int(ratio T) best tokens of each head; "head": no
+            replays, each head has a score, and heads keep all or nothing but the sinks (usual ratio .6).
+        sinks: first tokens, never dropped.
+        chunk: context tokens a replay repeats.
+        tail: last tokens of the chunk before, with which an instruction says where to begin.
+        instruction_ids: token ids instead of the wording: for the first chunk, for later ones, and what stands between
+            instruction and chunk, parted by -1 (default: English, and the model's chat template).
+        scores: for mode "head": a file made by `sejax calibrate`, or the numbers, layer by layer.
+        rule: "official", or "kvpress": exactly int((1 - ratio) N) pairs are dropped, sinks counted in N, ties by order.
+        page: tokens a page of the pool.
+    """
+    check(ratio > 0, f"ratio={ratio} must be above 0: the fraction of the prompt that is kept")
+    check(mode in ("pair", "pair-uniform", "head"), f'mode={mode!r} must be "pair", "pair-uniform" or "head"')
+    check(rule in ("official", "kvpress"), f'rule={rule!r} must be "official" or "kvpress"')
+    check(rule == "official" or mode == "pair", f'rule="kvpress" is a rule over pairs; leave it out, or mode={mode!r}')
+    check(sinks >= 0 and chunk >= 1 and tail >= 0, f"sinks={sinks} and tail={tail} must be >= 0, and chunk={chunk} at least 1")
+    check((scores is not None) == (mode == "head"), f"mode={mode!r} with scores={scores}: scores go with mode=head, and it needs them")
+    scores = Scores(read_scores(scores) if isinstance(scores, str) else scores) if scores is not None else None
+    check(scores is None or min(scores, default=-1) >= 0, "scores must be numbers >= 0, one for each layer and kv head")
+    arguments = dict(ratio=ratio, mode=mode, sinks=sinks, chunk=chunk, tail=tail, instruction_ids=instruction_ids)
+    arguments |= dict(scores=scores, rule=rule, page=page)
+    told = Rule(ratio, mode, sinks, chunk, scores, rule)
+    replays = ratio < 1 and mode != "head"
+
+    def retention(spec: LayerSpec) -> Retention:
+        return Retention(0, 0, 0, lambda c: c.read("score"))  # the layout seals: no budget, no slack, no window
+
+    def fit(model: Any) -> Method:
+        return kvzip(**(arguments | {"instruction_ids": wording(model.tokenizer)}))  # pyright: ignore[reportArgumentType]
+
+    shared = functools.partial(joined, told, page) if ratio < 1 and mode != "pair-uniform" else None
+    again = passes(sinks, chunk, tail, split(instruction_ids)) if replays and instruction_ids is not None else None
+    later = fit if replays and instruction_ids is None else None
+    kind = lambda spec, storage, keeps, reads: Zip(spec, storage, keeps, reads, told)  # noqa: E731
+    return composed("kvzip", arguments, raw(page), retention, None, LOCAL_SETS, kind, in_place=True, joint=shared, passes=again, fit=later)
