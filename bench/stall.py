@@ -6,6 +6,7 @@ tokens while the prompt prefills, over their undisturbed median; the prompt's ti
 
 from __future__ import annotations
 
+import itertools
 import queue
 import statistics
 import time
@@ -38,9 +39,8 @@ def main() -> None:
         return tuple(order.integers(0, 150000, size).tolist())
 
     room = STREAMS * (HELD + 4096) + LONG + 1024
-    engine = sejax.Engine(
-        model, sejax.method("full"), max_len=LONG + 512, rows=STREAMS + 1, slots=STREAMS + 1, kv_tokens=room, chunks=(512, 4096)
-    )
+    sizes = {"max_len": LONG + 512, "rows": STREAMS + 1, "slots": STREAMS + 1, "kv_tokens": room, "chunks": (512, 4096)}
+    engine = sejax.Engine(model, sejax.method("full"), **sizes)
     with engine:
         alone = min(first_token(engine, prompt(LONG)) for _ in range(2))
         stamps: list[list[float]] = [[] for _ in range(STREAMS)]
@@ -57,8 +57,8 @@ def main() -> None:
         end = [len(times) for times in stamps]
         for id in asked:
             engine.cancel(id)
-    before = [b - a for times in stamps for a, b in zip(times[20:100], times[21:100], strict=False)]
-    during = [b - a for times, i, j in zip(stamps, begin, end, strict=True) for a, b in zip(times[i:j], times[i + 1 : j], strict=False)]
+    before = [b - a for times in stamps for a, b in itertools.pairwise(times[20:100])]
+    during = [b - a for times, i, j in zip(stamps, begin, end, strict=True) for a, b in itertools.pairwise(times[i:j])]
     median, worst = statistics.median(before), statistics.quantiles(during, n=100)[98]
     record("step", "stall/128k_inter_token_p99", worst * 1e3, "ms", median * 1e3, worst / median)
     record("step", "stall/128k_first_token", among, "s", alone, among / alone)
