@@ -16,12 +16,14 @@ import numpy as np
 from jax import lax
 
 import sejax
+from sejax import step
 from sejax.kernels.attention import attention
 from sejax.models import decoder
 from sejax.serve.plan import Watched
 from sejax.types import Array, LayerMethod, LayerSpec, Method, Qkv, Rows, State
 
-NEW = 48  # tokens after the context; fewer are padded
+NEW = 40  # tokens after the context; fewer are padded
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # compiling takes most of the time here
 
 
 class Answer(NamedTuple):
@@ -36,106 +38,117 @@ class Answer(NamedTuple):
 
 
 def answers(model: sejax.Model, methods: Sequence[Method], context: Sequence[int], tail: Sequence[int]) -> list[Answer]:
-    """One Answer for each method, of `tail` (at most NEW tokens) after `context`."""
+    """One Answer for each method, of `tail` (at most NEW tokens) after `context`. ValueError: a method whose prompt is not dense."""
     if not 1 < len(tail) <= NEW:
         raise ValueError(f"the tail has {len(tail)} tokens; give between 2 and {NEW}")
-    padded = jnp.asarray([*tail, *[0] * (NEW - len(tail))], jnp.int32)[None]
+    runs = [Run(model, method.fitted(model), len(context), tail) for method in methods]
     x = decoder.embed(model.params, model.config, jnp.asarray(context, jnp.int32)[None])
-    new = [decoder.embed(model.params, model.config, padded)] * len(methods)
-    carries: list[Any] = [(None, None)] * len(methods)
-    kept: list[list[list[np.ndarray]]] = [[] for _ in methods]
-    table = [layers(model.config, str(model.dtype), method) for method in methods]
-    spec = table[0][0][0]
+    spec = decoder.specs(model.config, str(model.dtype))[0]
     for index, weights in enumerate(model.params["layers"]):
         x, qkv = _dense(weights, model.config, spec, x)
-        for m, rows in enumerate(table):
-            static = rows[index]
-            new[m], carries[m], held = _one(weights, model.config, *static, len(context), qkv, new[m], carries[m])
-            kept[m].append([np.sort(head[head >= 0]) for head in np.asarray(held)])
-    found = []
-    for m in range(len(methods)):
-        logp, best = (np.asarray(a)[: len(tail) - 1] for a in _judge(model.params, model.config, new[m], padded))
-        found.append(Answer(np.append(np.float32(0), logp), np.append(-1, best), kept[m]))
-    return found
+        for run in runs:
+            run.layer(index, qkv, x)
+    return [run.answer(jnp.asarray(context, jnp.int32)) for run in runs]
+
+
+class Run:
+    """One method on its way through the layers: `layer` in order, then `answer`."""
+
+    def __init__(self, model: sejax.Model, method: Method, length: int, tail: Sequence[int]) -> None:
+        self.model, self.method, self.length, self.count = model, method, length, len(tail)
+        self.layers = layers(model.config, str(model.dtype), method, length + NEW)
+        if any(record.prefill.attend for _, record in self.layers):
+            raise ValueError(f"{method}: a prompt's attention is not dense; run it through the functional API")
+        self.tail = jnp.asarray([*tail, *[0] * (NEW - len(tail))], jnp.int32)[None]
+        self.x = decoder.embed(model.params, model.config, self.tail)
+        self.stored: list[State] = []
+        self.prompt_carry = self.carry = None
+        self.kept: list[list[np.ndarray]] = []
+
+    def layer(self, index: int, qkv: Qkv, hidden: Array) -> None:
+        """qkv, hidden: the context's projections in this layer, and its output."""
+        static = (*self.layers[index], self.method.order == "layer", self.length)
+        state, self.prompt_carry = _stored(*static, qkv, hidden, self.prompt_carry)
+        if self.method.joint or self.method.passes:
+            self.stored.append(state)  # not sealed before all layers have seen the context
+        else:
+            self.take(index, state, ())
+
+    def take(self, index: int, state: State, joint: tuple[Any, ...]) -> None:
+        """Seal, if that is still to be done, and the tail through one layer."""
+        spec, record = self.layers[index]
+        static = (self.model.config, spec, record, self.length, self.method.order == "chunk")
+        self.x, self.carry, held = _taken(self.model.params["layers"][index], *static, state, joint, self.x, self.carry)
+        self.kept.append([np.sort(head[head >= 0]) for head in np.asarray(held)])
+
+    def answer(self, context: Array) -> Answer:
+        model, states = self.model, tuple(self.stored)
+        if states and self.method.passes:
+            for i in range(int(self.method.passes.number(self.length))):
+                states = self.again(states, *self.method.passes.input(i, context, self.length))
+        if states:
+            rows = [_rows(record, self.length, 0, self.length) for _, record in self.layers]
+            joint = step.joined(self.method, states, tuple(r.table for r in rows), rows[0])
+            for index, state in enumerate(states):
+                self.take(index, state, joint)
+        logp, best = (np.asarray(a)[: self.count - 1] for a in _judge(model.params, model.config, self.x, self.tail))
+        return Answer(np.append(np.float32(0), logp), np.append(-1, best), self.kept)
+
+    def again(self, states: tuple[State, ...], ids: Array, new: Array, carry: Any) -> tuple[State, ...]:
+        """One of the method's passes over its context."""
+        x, after = decoder.embed(self.model.params, self.model.config, ids[None]), []
+        for weights, (spec, record), state in zip(self.model.params["layers"], self.layers, states, strict=True):
+            x, state, carry = _replayed(weights, self.model.config, spec, record, self.length, jnp.reshape(new, 1), state, x, carry)
+            after.append(state)
+        return tuple(after)
 
 
 @functools.cache
-def layers(config: Any, dtype: str, method: Method) -> list[tuple[LayerSpec, LayerMethod, bool]]:
-    """(spec, record, staged) of each layer; layers whose record never asked for the index share one, so that they share programs."""
-    shared: dict[Any, tuple[LayerSpec, LayerMethod, bool]] = {}
+def layers(config: Any, dtype: str, method: Method, max_len: int) -> list[tuple[LayerSpec, LayerMethod]]:
+    """Each layer's record; layers whose record never asked for the index share one, so that they share programs."""
+    shared: dict[Any, tuple[LayerSpec, LayerMethod]] = {}
     found = []
-    for spec in decoder.specs(config, dtype):
+    for spec in decoder.specs(config, dtype, max_len):
         watched = Watched(**vars(spec))
-        entry = (watched, method.layer(watched, None), method.order == "layer")
-        jax.eval_shape(functools.partial(_held_anew, *entry[:2]))  # a rule may ask only when it is traced
+        entry = (watched, method.layer(watched, None))
         found.append(shared.setdefault(watched.kind_of or ("layer", spec.index), entry))
     return found
 
 
-def _held_anew(spec: LayerSpec, method: LayerMethod) -> State:
-    return method.decode.init(1, method.pages(method.run(1)))
+def _rows(method: LayerMethod, length: int, start: int, count: int) -> Rows:
+    """The one sequence, of `length` tokens before its tail, in slot 0 of a pool of its own."""
+    pages, one = method.pages(method.run(length + NEW)), jnp.ones(1, jnp.int32)
+    table, turn = jnp.arange(pages, dtype=jnp.int32)[None], jnp.asarray([[start, start + count]], jnp.int32)
+    return Rows(one * 0, one * start, one * count, table, jnp.zeros((1, max(count, 1)), jnp.int32), turn)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
+@functools.partial(jax.jit, static_argnums=(1, 2), compiler_options=QUICK)
 def _dense(weights: Any, config: Any, spec: LayerSpec, x: Array) -> tuple[Array, Qkv]:
     """A layer over the whole context: [1,T,E] -> ([1,T,E], its projections)."""
     full = sejax.methods.full().layer(spec, None)
     positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
 
     def attend(qkv: Qkv) -> tuple[Array, Qkv]:
-        state, rows = _empty(full, x.shape[1], 0, x.shape[1])
-        state = full.prefill.write(state, qkv, rows)
+        rows = _rows(full, x.shape[1], 0, x.shape[1])
+        state = full.prefill.write(full.decode.init(1, rows.table.shape[1]), qkv, rows)
         views, _ = full.prefill.before_attention(state, qkv, None, rows)
         return attention(qkv.q, views, rows.count).out, qkv
 
     return decoder.layer(weights, config, spec, x, positions, attend)
 
 
-def _empty(method: LayerMethod, room: int, start: int, count: int) -> tuple[State, Rows]:
-    """A pool for one sequence in slot 0 with `room` token rows, and Rows that name it."""
-    pages = method.pages(room)
-    one = jnp.ones(1, jnp.int32)
-    table = jnp.arange(pages, dtype=jnp.int32)[None]
-    return method.decode.init(1, pages), Rows(one * 0, one * start, one * count, table, jnp.zeros((1, max(count, 1)), jnp.int32))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), compiler_options=QUICK)
+def _stored(spec: LayerSpec, method: LayerMethod, staged: bool, length: int, qkv: Qkv, hidden: Array, carry: Any) -> tuple[State, Any]:
+    """What a layer holds after its first turn, as the prefill programs make it: sealed if staged, else as written.
 
-
-@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
-def _one(
-    weights: Any, config: Any, spec: LayerSpec, method: LayerMethod, staged: bool, length: int, qkv: Qkv, new: Array, carry: Any
-) -> tuple[Array, Any, Array]:
-    """One layer of one method: the context sealed, then the new tokens [1,NEW,E] -> (new, carry, positions held [H,C])."""
-    state, rows = _empty(method, method.run(length + NEW), 0, length)
-    state = lax.optimization_barrier(state)  # an empty history is not to be folded into constants
-    state, prompt_carry = _sealed(method, staged, state, rows, qkv, carry[0])
-    held = method.held(state, rows)[0]
-
-    def token(state: State, xs: Any) -> tuple[State, Any]:
-        at, one, passed = xs
-        now = rows._replace(start=at[None], count=jnp.ones(1, jnp.int32), tokens=jnp.zeros((1, 1), jnp.int32))
-        state = method.decode.write(state, one, now)
-        views, passed = method.decode.before_attention(state, one, passed, now)
-        seen = attention(one.q, views, now.count)
-        state, passed = method.decode.after_attention(state, one, seen, passed, now)
-        if method.decode.after_step:
-            state = method.decode.after_step(state, now)
-        return state, (seen.out[0], passed)
-
-    positions = length + jnp.arange(NEW, dtype=jnp.int32)
-
-    def attend(qkv: Qkv) -> tuple[Array, Any]:
-        each = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 1, 0)[:, None], qkv)
-        _, (out, passed) = lax.scan(token, state, (positions, each, carry[1]))
-        return jnp.moveaxis(out, 0, 1), passed
-
-    new, passed = decoder.layer(weights, config, spec, new, positions[None], attend)
-    return new, (prompt_carry, passed), held
-
-
-def _sealed(method: LayerMethod, staged: bool, state: State, rows: Rows, qkv: Qkv, carry: Any) -> tuple[State, Any]:
-    """What a layer holds after its first turn, as the prefill programs make it; attention runs only for what it tells the hooks."""
+    Attention runs again only for what it tells the hooks.
+    """
+    rows = _rows(method, length, 0, length)
+    # An empty pool is data: as a constant it would be folded through everything that reads it.
+    state = lax.optimization_barrier(method.decode.init(1, rows.table.shape[1]))
     stage, at = state, rows
     if staged:
-        pages = method.pages(method.stage_run(qkv.k.shape[1]))
+        pages = method.pages(method.stage_run(length))
         at = rows._replace(table=jnp.arange(pages, dtype=jnp.int32)[None])
         stage = method.prefill.init(1, pages)
     stage = method.prefill.write(stage, qkv, at)
@@ -143,10 +156,59 @@ def _sealed(method: LayerMethod, staged: bool, state: State, rows: Rows, qkv: Qk
     if method.history and staged:
         views = (*method.history(state, qkv, rows), *views)
     stage, carry = method.prefill.after_attention(stage, qkv, attention(qkv.q, views, at.count), carry, at)
+    stage, _, carry = method.prefill.after_layer(stage, hidden, carry, at)
     if staged:
         assert method.seal
         return method.seal(stage, state, at, rows, rows), carry
-    return method.seal(stage, rows) if method.seal else stage, carry
+    return stage, carry
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5), compiler_options=QUICK)
+def _taken(
+    weights: Any,
+    config: Any,
+    spec: LayerSpec,
+    method: LayerMethod,
+    length: int,
+    seals: bool,
+    state: State,
+    joint: tuple[Any, ...],
+    new: Array,
+    carry: Any,
+) -> tuple[Array, Any, Array]:
+    """The tail [1,NEW,E] through one layer, token by token where it attends -> (its output, carry, positions held before, [H,C])."""
+    rows = _rows(method, length, 0, length)
+    if seals and method.seal:
+        state = method.seal(state, rows, *joint)
+    held = method.held(state, rows)[0]
+
+    def token(state: State, xs: Any) -> tuple[State, Any]:
+        at, one, passed = xs
+        now = Rows(rows.slot, at[None], jnp.ones(1, jnp.int32), rows.table, jnp.zeros((1, 1), jnp.int32))
+        state = method.decode.write(state, one, now)
+        views, passed = method.decode.before_attention(state, one, passed, now)
+        seen = method.decode.attend(one.q, views, now) if method.decode.attend else attention(one.q, views, now.count)
+        state, passed = method.decode.after_attention(state, one, seen, passed, now)
+        return state, (seen.out[0], passed)
+
+    positions = length + jnp.arange(NEW, dtype=jnp.int32)
+
+    def attend(qkv: Qkv) -> tuple[Array, Any]:
+        each = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 1, 0)[:, None], qkv)
+        _, (out, passed) = lax.scan(token, state, (positions, each, carry))
+        return jnp.moveaxis(out, 0, 1), passed
+
+    new, passed = decoder.layer(weights, config, spec, new, positions[None], attend)
+    return new, passed, held
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4), compiler_options=QUICK)
+def _replayed(
+    weights: Any, config: Any, spec: LayerSpec, method: LayerMethod, length: int, new: Array, state: State, x: Array, carry: Any
+) -> tuple[Array, State, Any]:
+    assert method.replay
+    rows = _rows(method, length, length, 0)._replace(count=new, tokens=jnp.zeros(x.shape[:2], jnp.int32))
+    return step.run_layer(weights, config, spec, method.replay, state, x, carry, rows)
 
 
 @functools.partial(jax.jit, static_argnums=1)

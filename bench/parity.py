@@ -25,22 +25,22 @@ from sejax.models.family import layer_shapes, top_shapes
 MODEL = "smollm2-135m"
 GOLDEN = pathlib.Path(__file__).parents[1] / "tests/golden/kvpress"
 SHORT = (("needle", 640, 0), ("pairs", 640, 0))
-MIDDLE = tuple(
-    (("needle", "pairs")[seed % 2], length, seed) for length, count in ((1024, 7), (1536, 7), (2048, 6)) for seed in range(count)
-)
+MIDDLE = tuple((("needle", "pairs")[seed % 2], length, seed) for length, count in ((1024, 16), (2048, 4)) for seed in range(count))
+REPLAYED = 6  # first texts, under the method that lets the model repeat its context too: a replay costs more than all else
 LONG = (("needle", 8192, 0), ("pairs", 8192, 0))
 SPECS = {
     "full": "full",
     "snapkv": "snapkv:budget={n},window=64,kernel=5,pooling=avg,slack=64",
     "pyramidkv": "pyramidkv:budgets={counts},window=64,kernel=5,pooling=avg,slack=64",
-    "h2o": "h2o:budget={n},normalise=true,recent=0,period=64",
-    "tova": "tova:budget={n},protect_last=true,period=64",
+    "h2o": "h2o:budget={n},normalise=true,recent=0,period=0",
+    "tova": "tova:budget={n},protect_last=true,period=0",
     "keydiff": "keydiff:budget={n},slack=64",
     "expected_attention": "expected_attention:budget={n},slack=64",
     "streamingllm": "streamingllm:sinks=4,recent={recent},positions=true,prefill=dense",
     "adakv": "adakv:budget={n},window=64,kernel=5,pooling=avg,rule=kvpress,slack=64",
+    "kvzip": "kvzip:ratio={ratio},rule=kvpress,chunk=2048,instruction_ids={ids}",
 }
-"""kvpress's settings; the slack and periods are longer than any answer, so that nothing is evicted after the seal."""
+"""kvpress's settings; a slack is longer than any answer, so that nothing is evicted after the seal."""
 
 
 class Line(NamedTuple):
@@ -67,12 +67,14 @@ def read(name: str) -> dict[str, np.ndarray]:
         return dict(file)
 
 
-def spec(golden: dict[str, np.ndarray], v: int) -> tuple[str, int, str]:
+def spec(golden: dict[str, np.ndarray], v: int, length: int) -> tuple[str, int, str]:
     """(method, budget, sejax's spec) of the v-th variant."""
     method, _, count = str(golden["names"][v]).partition("/")
     n = int(count or 0)
-    counts = "(" + ",".join(map(str, golden["counts"][v, :, 0])) + ")" if n else ""
-    return method, n, SPECS[method].format(n=n, recent=n - 4, counts=counts)
+    listed = lambda numbers: "(" + ",".join(map(str, numbers)) + ")"  # noqa: E731
+    counts = listed(golden["counts"][v, :, 0]) if n else ""
+    ids = listed(golden.get("instruction", ()))
+    return method, n, SPECS[method].format(n=n, recent=n - 4, counts=counts, ratio=(n + 0.5) / length, ids=ids)
 
 
 def compare(model: sejax.Model, text: Case, methods: Iterable[str] | None = None, parts: Iterable[int] | None = None) -> list[Line]:
@@ -81,7 +83,7 @@ def compare(model: sejax.Model, text: Case, methods: Iterable[str] | None = None
     ids = np.asarray(text.context + text.tail, "<i4").tobytes()
     if hashlib.sha256(ids).digest() != golden["ids"].tobytes():
         raise ValueError(f"{text.name}: the golden file was made from another text; make it again with tests/golden/make_kvpress.py")
-    chosen = [(v, *spec(golden, v)) for v in range(len(golden["names"]))]
+    chosen = [(v, *spec(golden, v, len(text.context))) for v in range(len(golden["names"]))]
     chosen = [c for c in chosen if methods is None or c[1] in methods]
     chosen = [c for c in chosen if parts is None or not c[2] or len(text.context) // c[2] in parts]
     answers = forced.answers(model, [sejax.method(c[3]) for c in chosen], text.context, text.tail)
@@ -185,7 +187,7 @@ def export(folder: pathlib.Path) -> None:
     written = dict(tokenizer_class="PreTrainedTokenizerFast", chat_template=tokenizer.chat_template, model_max_length=config.max_position)
     (folder / "tokenizer_config.json").write_text(json.dumps(written))
     texts = [case(tokenizer, *key) for key in (*SHORT, *MIDDLE, *LONG)]
-    shown = [dict(name=t.name, context=t.context, tail=t.tail, bits=len(t.context) < 1024) for t in texts]
+    shown = [dict(name=t.name, context=t.context, tail=t.tail, bits=i < len(SHORT), replays=i < REPLAYED) for i, t in enumerate(texts)]
     (folder / "texts.json").write_text(json.dumps(shown))
 
 

@@ -49,12 +49,13 @@ def race(title: str, make: Callable[..., Program], configs: Iterable[tuple[Any, 
 
 
 def decode(read: float) -> None:
-    grid = [(block, programs, longest) for block, programs in ((64, 396), (64, 264), (128, 132)) for longest in (16, 32, 128)]
+    grid = [(64, longest, 2, stages) for longest in (16, 32, 64, 128) for stages in (3, 4, 5)]
+    grid += [(128, longest, 4, stages) for longest in (16, 32) for stages in (2, 3)]
     for name, shape in DECODE.items():
         q, views = rotating(shape)
 
-        def make(block: int, programs: int, longest: int) -> Program:
-            tune = gpu_attend.Tuning(block, 16, programs, longest, 2 if block == 64 else 4, 5)
+        def make(block: int, longest: int, warps: int, stages: int) -> Program:
+            tune = gpu_attend.Tuning(block, longest=longest, warps=warps, stages=stages)
             return decoding(functools.partial(gpu_attend.attend, tune=tune), 5)
 
         race(f"decode {name}", make, grid, (q, views), 40, 2 * shape.rows * shape.heads * shape.entries * shape.run * shape.size * 2 / read)
@@ -111,11 +112,11 @@ def prefill(read: float) -> None:
 
     race("contiguous", copy, [(16,), (32,), (64,), (128,)], (view,), 1, 8 * shape.entries * 16 * 512 / read)
 
-    def split(tile: int, block: int, warps: int, stages: int, programs: int) -> Program:
-        tune = gpu_attend.Tuning(block, tile, programs, 64, warps, stages)
+    def split(tile: int, block: int, warps: int, stages: int) -> Program:
+        tune = gpu_attend.Tuning(block, tile, warps=warps, stages=stages)
         return lambda q, view: gpu_attend.attend(q, view, tune)
 
-    grid = [(64, 64, 4, 5, 264), (128, 64, 8, 5, 132), (128, 64, 8, 7, 132)]
+    grid = [(64, 64, 4, 5), (128, 64, 8, 5), (128, 64, 8, 7)]
     race("prefill split 2k x 64k", split, grid, (q, view), 1, floor)
 
 

@@ -5,7 +5,9 @@ Every function may be called as it is, or inside the caller's own jit with slot,
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -16,7 +18,8 @@ from jax import lax
 
 from sejax import step
 from sejax.models import Config, Model, decoder
-from sejax.types import Array, LayerMethod, LayerSpec, Method, Rows, State
+from sejax.models.model import causal
+from sejax.types import Array, LayerMethod, LayerSpec, Method, Qkv, Rows, State
 
 
 class Cache(struct.PyTreeNode):
@@ -236,6 +239,20 @@ def decode(model: Model, method: Method, cache: Cache, tokens: Array, slots: Arr
     if tokens.ndim != 1 or tokens.shape != slots.shape:
         raise ValueError(f"tokens {tokens.shape} and slots {slots.shape} must both be i32[R]: one token for each slot")
     return _decode(model, method, cache, tokens, slots)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "spec"))
+def _traced(weights: Any, config: Config, spec: LayerSpec, x: Array) -> tuple[Array, Qkv]:
+    positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
+    return decoder.layer(weights, config, spec, x, positions, lambda qkv: (causal(qkv)[0], qkv))
+
+
+def trace(model: Model, tokens: Array) -> Iterator[tuple[LayerSpec, Qkv]]:
+    """Each layer's projections [B,T,...] in the dense pass over tokens i32[B,T], one layer after another: what calibration looks at."""
+    x = decoder.embed(model.params, model.config, jnp.asarray(tokens))
+    for weights, spec in zip(model.params["layers"], decoder.specs(model.config, model.dtype), strict=True):
+        x, qkv = _traced(weights, model.config, dataclasses.replace(spec, index=0), x)  # one program for all layers
+        yield spec, qkv
 
 
 def take(cache: Cache, slot: Any) -> Session:

@@ -29,8 +29,12 @@ CASES = (
         "snapkv:budget=128,heads=shared,slack=1",
         variant=True,
     ),
+    Case("snapkv:budget=11,window=3,chunk=4,slack=5,page=4", "snapkv:budget=128,window=32,chunk=16", variant=True),
+    Case("snapkv:ratio=0.4,window=4,kernel=3,slack=4,page=4", "snapkv:ratio=1,window=4,page=4", variant=True),
     Case("quest:budget=8,page=4,dense_layers=1", "quest:budget=128,page=4,dense_layers=0"),
     Case("quest:budget=6,page=2,dense_layers=0,heads=shared", "quest:budget=128,page=2,dense_layers=0,heads=shared", variant=True),
+    Case("quest:budget=12,page=2,dense_layers=0,top_p=0.7", "quest:budget=128,page=2,top_p=1", variant=True),
+    Case("quest:budget=8,page=4,dense_layers=0,bits=8", "quest:budget=128,page=4,bits=8", variant=True),
     Case(
         "flashprefill:alpha=0.5,block=4,tile=2,sinks=1,window=2,last=3,shortest=10,page=4",
         "flashprefill:alpha=0,block=4,tile=4,sinks=0,window=1,last=1,shortest=0,page=4",
@@ -67,6 +71,7 @@ CASES = (
     ),
     Case("keydiff:budget=12,slack=4,page=4", "keydiff:budget=128"),
     Case("keydiff:budget=11,block=5,slack=3,page=4", "keydiff:budget=128,block=16", variant=True),
+    Case("keydiff:ratio=0.5,slack=3,page=4", "keydiff:ratio=1", variant=True),
     Case("expected_attention:budget=12,sinks=2,future=8,slack=4,page=4", "expected_attention:budget=128"),
     Case("pyramidkv:budget=12,window=4,kernel=3,beta=2,slack=4,page=4", "pyramidkv:budgets=(128,128)"),
     Case(
@@ -74,9 +79,15 @@ CASES = (
         "pyramidkv:budgets=(128,129),window=4",
         variant=True,
     ),
+    Case("pyramidkv:ratio=0.3,window=3,kernel=3,beta=2,slack=4,page=4", "pyramidkv:ratio=1,window=4,schedule=official", variant=True),
     Case("adakv:budget=12,window=4,kernel=3,slack=4,page=4", "adakv:budget=128"),
     Case("adakv:budget=12,window=3,kernel=1,floor=0.5,normalize=true,slack=3,page=2", "adakv:budget=128,slack=1", variant=True),
     Case("adakv:budget=11,window=3,kernel=3,rule=kvpress,slack=4,page=4", "adakv:budget=128,rule=kvpress", variant=True),
+    Case(
+        "adakv:budget=12,window=4,kernel=3,slack=4,page=4 + quest:budget=8,page=4,dense_layers=0",
+        "adakv:budget=128 + quest:budget=128",
+        variant=True,
+    ),
     Case("kvzip:ratio=0.4,sinks=2,chunk=8,tail=3,instruction_ids=(5,6,-1,7,-1,8),page=4", "kvzip:ratio=1,page=4"),
     Case("kvzip:ratio=0.3,mode=pair-uniform,sinks=1,chunk=5,instruction_ids=(9),page=2", "kvzip:ratio=1,mode=pair-uniform", variant=True),
     Case("kvzip:ratio=0.6,mode=head,scores=(0.9,0.3,0.5,0.7),page=4", "kvzip:ratio=1,mode=head,scores=(1,1,1,1)", variant=True),
@@ -88,10 +99,13 @@ CASES = (
     ),
     Case("tova:budget=12,page=4", "tova:budget=128"),
     Case("tova:budget=11,period=3,protect_last=true,page=4", "tova:budget=128,period=9", variant=True),
+    Case("tova:ratio=0.3,period=2,page=4", "tova:ratio=1", variant=True),
     Case("h2o:budget=12,period=4,page=4", "h2o:budget=128"),
+    Case("h2o:ratio=0.3,period=0,page=4", "h2o:ratio=1,period=0", variant=True),
     Case("h2o:budget=10,recent=3,period=1,normalise=true,page=2", "h2o:budget=128,normalise=true", variant=True),
     Case("h2o:budget=8,recent=3,period=4,prefill_budget=11,page=4", "h2o:budget=128,prefill_budget=128", variant=True, chunked=True),
     Case("rkv:budget=12,window=4,kernel=3,period=4,page=4", "rkv:budget=128"),
+    Case("rkv:ratio=0.4,window=3,kernel=3,period=3,page=4", "rkv:ratio=1,period=0", variant=True),
     Case("rkv:budget=13,window=5,kernel=1,mix=0.6,period=2,zero_column0=true,page=4", "rkv:budget=128,mix=0.5", variant=True),
     Case(
         "skipkv:budget=13,sinks=2,window=4,near=6,segment=2,shortest=2,longest=12,threshold=0.3,tau=0.4,"
@@ -99,9 +113,9 @@ CASES = (
         "skipkv:budget=128,delimiters=(3,)",
     ),
     Case(
-        "skipkv:budget=12,sinks=0,window=3,alpha=0.5,near=5,segment=3,shortest=1,longest=9,sentences=5,tau=0.3,"
+        "skipkv:ratio=0.3,sinks=0,window=3,alpha=0.5,near=5,segment=3,shortest=1,longest=9,sentences=5,tau=0.3,"
         "delimiters=(1,9,17,25,33,41,49,57,65,73,81,89),period=2,page=2",
-        "skipkv:budget=128,delimiters=(3,),alpha=1",
+        "skipkv:ratio=1,delimiters=(3,),alpha=1,period=0",
         variant=True,
     ),
     Case(

@@ -243,9 +243,7 @@ class Layer:
         """bool[R,H]: heads that a turn's end leaves with more candidates than may stay."""
         return total >= jnp.where(own["n"] == 0, retention.quota(total, length) + 1, self.limit(retention, own, length))
 
-    def decide(
-        self, retention: Retention, scores: Array, total: Array, window: Array, length: Array, room: int
-    ) -> tuple[Array, Array]:
+    def decide(self, retention: Retention, scores: Array, total: Array, window: Array, length: Array, room: int) -> tuple[Array, Array]:
         """Ranks to keep i32[R,H,room] and their number i32[R,H]."""
         quota = retention.quota(total, length)
         return best(scores, total, quota, retention.budget, room), quota

@@ -23,28 +23,28 @@ class InPlace(Layer):
 
     def evicting(self, retention: Retention) -> LayerMethod:
         base = super().evicting(retention)
-        full = base.due
-        assert full is not None
 
         def told(joint: tuple[Any, ...]) -> Retention:
             return retention._replace(score=lambda candidates: retention.score(candidates, *joint))
 
         def seal(state: State, rows: Rows, *joint: Any) -> State:
             """A first prompt is cut to the budget, a later one leaves what fits before the next trim."""
-            new, n = rows.count > 0, owned(state, rows)["n"]
-            first = (rows.start == 0) & jnp.any(n > retention.budget, axis=-1)
+            new, own, length = rows.count > 0, owned(state, rows), rows.start + rows.count
+            limit = self.limit(retention, own, length)
+            over = own["n"] >= jnp.where(rows.start[:, None] == 0, retention.quota(own["n"], length) + 1, limit)
             if self.window:  # it starts anew with each prompt
                 at = jnp.where(new, rows.slot, state.rows["n"].shape[0])
                 queries = state.rows["queries"].at[at].set(jnp.minimum(rows.count, self.window), mode="drop")
                 state = State(state.pages, state.rows | {"queries": queries})
-            return self.trim(told(joint), state, rows, new & (first | full(state, rows)))
+            return self.trim(told(joint), state, rows, new & jnp.any(over, axis=-1))
 
         def trim(state: State, rows: Rows, *joint: Any) -> State:
-            return self.trim(told(joint), state, rows, full(state, rows))
+            assert base.due
+            return self.trim(told(joint), state, rows, base.due(state, rows))
 
         def used(state: State, rows: Rows) -> Array:
             return -(-jnp.max(of_slot(state.rows["n"], rows), axis=-1) // self.storage.page)
 
         whole = lambda max_len: max_len  # noqa: E731
-        prefill, decode = base.prefill._replace(init=self.init), base.decode._replace(after_step=trim)
+        prefill, decode = base.prefill._replace(init=self.init), base.decode._replace(after_step=trim if base.due else None)
         return base._replace(prefill=prefill, decode=decode, run=whole, stage_run=whole, history=None, seal=seal, used=used)

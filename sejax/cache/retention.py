@@ -29,7 +29,7 @@ class Candidates(NamedTuple):
     window: Array
     length: Array | None = None
     queries: Array | None = None
-    read: Callable[[str], Array] | None = None
+    read: Callable[..., Array] | None = None
     sums: Any = None
 
 

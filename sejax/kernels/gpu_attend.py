@@ -1,10 +1,8 @@
 """Split-KV attention over an AttentionView: decode, short chunks, and every mask a view can carry.
 
 An item (row, kv head, query tile) is cut into pieces by its own length alone, so an answer never depends on a row's
-neighbours; the pieces of all items lie on one line of token blocks, cut into equal shares at run time, one a program
-(after stream-K: Osama et al. 2023, arXiv 2301.03598), so ragged lengths and small batches fill the card alike and nothing
-beyond a row's length is read. Each piece leaves an fp32 partial; a second kernel merges an item's partials by log-sum-exp
-(FlashDecoding).
+neighbours. A program attends to one piece; the card's scheduler balances them, and nothing beyond a row's length is read. Each
+piece leaves an fp32 partial; a second kernel merges an item's partials by log-sum-exp (FlashDecoding).
 """
 
 from __future__ import annotations
@@ -25,12 +23,12 @@ LN2 = 0.6931471805599453
 
 
 class Tuning(NamedTuple):
-    """block: listed tokens a step; tile: query rows; programs: shares of the line; longest: blocks of a piece at most."""
+    """block: listed tokens a step; tile: query rows; longest: blocks of a piece at most; programs: at most, beyond they loop."""
 
     block: int = 64
     tile: int = 16
-    programs: int = 264
     longest: int = 64
+    programs: int = 4096
     warps: int = 2
     stages: int = 5
 
@@ -42,7 +40,7 @@ def tuning(size: int, itemsize: int, queries: int) -> Tuning:
         return Tuning(block)
     if queries <= 64:
         return Tuning(block, tile=64, warps=4)
-    return Tuning(block, tile=128, programs=132, longest=64, warps=8)
+    return Tuning(block, tile=128, warps=8)
 
 
 class Cut(NamedTuple):
@@ -57,8 +55,7 @@ def cutting(f: Facts, tune: Tuning) -> Cut:
     """Pieces enough to fill the card, partials that stay under 2^17 query rows."""
     blocks = -(-f.tokens // f.block)
     room = max(1, 2**17 // (min(f.tile, f.new * f.group) * f.items))
-    # a program may be a whole piece behind the others: short pieces where an item feeds several programs
-    longest = max(min(tune.longest, 32) if f.items < tune.programs else tune.longest, -(-blocks // room))
+    longest = max(tune.longest, -(-blocks // room))
     pieces = max(1, min(32, room, 264 // f.items))
     return Cut(pieces, longest, max(pieces, -(-blocks // longest)))
 
@@ -69,13 +66,13 @@ def _where(f: Facts, item: Array) -> tuple[Array, Array, Array]:
     return lax.div(pair, f.heads), lax.rem(pair, f.heads), lax.rem(item, f.tiles)
 
 
-def _extent(refs: dict[str, Any], f: Facts, cut: Cut, item: Array, real: Array | None = None) -> tuple[Array, Array]:
+def _extent(refs: dict[str, Any], f: Facts, cut: Cut, item: Array) -> tuple[Array, Array]:
     """Token blocks of an item, and blocks of each of its pieces but the last."""
     r, h, tile = _where(f, item)
-    start, end = span(refs, f, r, h, real)
+    start, end = span(refs, f, r, h)
     if "own" in refs:
         last = jnp.minimum(lax.div((tile + 1) * f.tile - 1, f.group), f.new - 1)
-        own = load(refs["own"], r, mask=real, other=None if real is None else 0)
+        own = load(refs["own"], r)
         end = jnp.minimum(end, end - own + last + 1)
     blocks = jnp.maximum(lax.div(end - start + f.block - 1, f.block), 0)
     count = jnp.minimum(lax.div(blocks + 1, 2), cut.pieces)
@@ -83,12 +80,13 @@ def _extent(refs: dict[str, Any], f: Facts, cut: Cut, item: Array, real: Array |
     return blocks, jnp.maximum(lax.div(blocks + count - 1, count), 1)
 
 
-def _attend_pieces(refs: dict[str, Any], f: Facts, cut: Cut, item: Array, low: Array, high: Array) -> None:
-    """Attend one item's query tile to the pieces that begin in its token blocks [low, high); leave their partials."""
+def _attend_piece(refs: dict[str, Any], f: Facts, cut: Cut, item: Array, n: Array) -> None:
+    """Attend one item's query tile to its n-th piece, if it has one; leave the partial."""
     r, h, tile = _where(f, item)
     blocks, piece = _extent(refs, f, cut, item)
     m = tile * f.tile + jnp.arange(f.tile, dtype=jnp.int32)
-    real = m < f.new * f.group
+    exists = n * piece < blocks
+    real = (m < f.new * f.group) & exists
     t, g = lax.div(m, f.group), lax.rem(m, f.group)
     q = queries(refs["q"], f, r, h, t, g, real)
     start, end = span(refs, f, r, h)
@@ -111,39 +109,28 @@ def _attend_pieces(refs: dict[str, Any], f: Facts, cut: Cut, item: Array, low: A
     ok = jnp.broadcast_to(real[:, None], (f.tile, wide)) & (d < f.value)
     zero = jnp.zeros((f.tile,), jnp.float32)
     nothing = (zero + FAR, zero, jnp.zeros((f.tile, wide), jnp.float32))
-
-    def one(n: Array, carry: Array) -> Array:
-        top, total, acc = lax.fori_loop(n * piece, jnp.minimum((n + 1) * piece, blocks), step, nothing)
-        some = total > 0
-        total = jnp.where(some, total, 1.0)
-        slot = item * cut.slots + n
-        store(refs["lse"], slot, m - tile * f.tile, value=jnp.where(some, top + jnp.log2(total), -jnp.inf), mask=real)
-        store(refs["part"], slot, row, d, value=acc / total[:, None], mask=ok)
-        return carry
-
-    first = lax.div(jnp.maximum(low, 0) + piece - 1, piece)
-    lax.fori_loop(first, lax.div(jnp.minimum(high, blocks) + piece - 1, piece), one, jnp.int32(0))
+    top, total, acc = lax.fori_loop(n * piece, jnp.minimum((n + 1) * piece, blocks), step, nothing)
+    some = total > 0
+    total = jnp.where(some, total, 1.0)
+    slot = item * cut.slots + n
+    store(refs["lse"], slot, m - tile * f.tile, value=jnp.where(some, top + jnp.log2(total), -jnp.inf), mask=real)
+    store(refs["part"], slot, row, d, value=acc / total[:, None], mask=ok)
 
 
 def _split(*refs_: Any, names: tuple[str, ...], f: Facts, cut: Cut, programs: int) -> None:
     refs = dict(zip(names, refs_, strict=True))
-    i = jnp.arange(pow2(f.items), dtype=jnp.int32)
-    real = i < f.items
-    blocks = jnp.where(real, _extent(refs, f, cut, jnp.minimum(i, f.items - 1), real)[0], 0)
-    upto = jnp.cumsum(blocks)
-    total = jnp.sum(blocks)
-    per = lax.div(total + programs - 1, programs)
-    low = pl.program_id(0) * per
-    high = jnp.minimum(low + per, total)
-    item_low = jnp.sum((upto <= low).astype(jnp.int32))
-    item_high = jnp.where(low < high, jnp.sum((upto < high).astype(jnp.int32)) + 1, item_low)
+    pieces, first = f.items * cut.slots, pl.program_id(0)
 
-    def one(item: Array, carry: Array) -> Array:
-        base = jnp.sum(jnp.where(i < item, blocks, 0))
-        _attend_pieces(refs, f, cut, item, low - base, high - base)
+    def one(i: Array, carry: Array) -> Array:
+        # all first pieces before all second ones: where rows are far shorter than their tables, what is empty comes last
+        place = first + i * programs
+        _attend_piece(refs, f, cut, lax.rem(place, f.items), lax.div(place, f.items))
         return carry
 
-    lax.fori_loop(item_low, item_high, one, jnp.int32(0))
+    if pieces <= programs:
+        one(jnp.int32(0), jnp.int32(0))
+    else:
+        lax.fori_loop(0, lax.div(pieces - first + programs - 1, programs), one, jnp.int32(0))
 
 
 def _merge(*refs_: Any, names: tuple[str, ...], f: Facts, cut: Cut) -> None:
@@ -193,10 +180,9 @@ def attend(q: Array, view: AttentionView, tune: Tuning | None = None) -> tuple[A
     wide = min(f.tile, new * group)
     slots = f.items * cut.slots
     shapes = [jax.ShapeDtypeStruct((slots, wide, f.value), jnp.float32), jax.ShapeDtypeStruct((slots, wide), jnp.float32)]
-    kernel = functools.partial(_split, names=(*named, "part", "lse"), f=f, cut=cut, programs=tune.programs)
-    part, part_lse = launch(
-        kernel, (tune.programs,), shapes, list(named.values()), name="attend_split", warps=tune.warps, stages=tune.stages
-    )
+    programs = min(slots, tune.programs)
+    kernel = functools.partial(_split, names=(*named, "part", "lse"), f=f, cut=cut, programs=programs)
+    part, part_lse = launch(kernel, (programs,), shapes, list(named.values()), name="attend_split", warps=tune.warps, stages=tune.stages)
     shapes = [
         jax.ShapeDtypeStruct((rows, new, heads, group, f.value), q.dtype),
         jax.ShapeDtypeStruct((rows, new, heads, group), jnp.float32),

@@ -14,6 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from sejax.kernels.launch import launch, load, pow2, store
+from sejax.kernels.rounding import outward
 from sejax.types import Array
 
 
@@ -129,8 +130,9 @@ def _bounds(k: Any, page: Any, offset: Any, low_in: Any, high_in: Any, low: Any,
         i, least, most = state
         mask = jnp.broadcast_to(same(i)[:, None], d.shape) & (d < size)
         key = load(k, r, jnp.minimum(at_t + i, new - 1), h, d, mask=mask, other=jnp.zeros((), k.dtype))
-        key = key.astype(low.dtype).astype(jnp.float32)
-        return i + 1, jnp.where(mask, jnp.minimum(least, key), least), jnp.where(mask, jnp.maximum(most, key), most)
+        key = key.astype(jnp.float32)
+        least = jnp.where(mask, jnp.minimum(least, outward(key, low.dtype, False)), least)
+        return i + 1, least, jnp.where(mask, jnp.maximum(most, outward(key, high.dtype, True)), most)
 
     mask = jnp.broadcast_to(leads[:, None], d.shape) & (d < size)
     spot = (_wide(jnp.where(leads, mine, pages), width)[0], h, d)  # idle lanes name no page: no two lanes share one
@@ -161,6 +163,7 @@ def append_bounds(low: Array, high: Array, k: Array, page: Array, offset: Array)
 
 
 def bounded(low: Array, high: Array, k: Array, page: Array, offset: Array, head: Array | None = None) -> bool:
-    """Whether `append_bounds` covers it: 16- and 32-bit floats, offsets in 32 bits, each head in its own slice."""
-    plain = ("float32", "bfloat16", "float16")
-    return head is None and page.size > 0 and low.size < 2**31 and {low.dtype.name, high.dtype.name, k.dtype.name} <= set(plain)
+    """Whether `append_bounds` covers it: floats, keys of 16 or 32 bits, offsets in 32 bits, each head in its own slice."""
+    plain = {"float32", "bfloat16", "float16"}
+    kinds = {low.dtype.name, high.dtype.name} <= plain | {"float8_e4m3fn"} and k.dtype.name in plain
+    return head is None and page.size > 0 and low.size < 2**31 and kinds

@@ -73,16 +73,15 @@ def arrays(q: Array, view: AttentionView) -> dict[str, Array]:
     return {name: array for name, array in found.items() if array is not None}
 
 
-def bound(ref: Any, r: Array, h: Array, mask: Array | None = None) -> Array:
+def bound(ref: Any, r: Array, h: Array) -> Array:
     """Entry of a per-row or per-head array i32[R] or i32[R,H]."""
-    where = (r,) if len(ref.shape) == 1 else (r, h)
-    return load(ref, *where, mask=mask, other=None if mask is None else 0)
+    return load(ref, *((r,) if len(ref.shape) == 1 else (r, h)))
 
 
-def span(refs: Mapping[str, Any], f: Facts, r: Array, h: Array, mask: Array | None = None) -> tuple[Array, Array]:
+def span(refs: Mapping[str, Any], f: Facts, r: Array, h: Array) -> tuple[Array, Array]:
     """Listed tokens [first, length) of a row and head, inside what the row can hold."""
-    length = jnp.clip(bound(refs["length"], r, h, mask), 0, f.tokens)
-    first = jnp.maximum(bound(refs["first"], r, h, mask), 0) if "first" in refs else jnp.zeros_like(length)
+    length = jnp.clip(bound(refs["length"], r, h), 0, f.tokens)
+    first = jnp.maximum(bound(refs["first"], r, h), 0) if "first" in refs else jnp.zeros_like(length)
     return first, length
 
 

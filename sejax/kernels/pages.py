@@ -1,14 +1,18 @@
 """Page bounds, page scores and k-best selection (Quest: Tang et al. 2024, arXiv 2406.10774).
 
-Bounds of a page are the channel-wise minimum and maximum of its real keys as stored: [N,H,D] each.
+Bounds of a page are the channel-wise minimum and maximum of its real keys as stored: [N,H,D] each, in the keys' type or in one of
+8 bits rounded outward, so that a score stays an upper bound.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
 from sejax.kernels import dispatch
+from sejax.kernels.rounding import outward
 from sejax.kernels.rows import head_pages
 from sejax.types import Array
 
@@ -21,17 +25,21 @@ def append_bounds(low: Array, high: Array, k: Array, page: Array, offset: Array,
     """
     head = jnp.arange(low.shape[1]) if head is None else head
     opened = jnp.where(offset == 0, page, low.shape[0])
-    k = k.astype(low.dtype)
-    low = low.at[opened, head].set(jnp.inf, mode="drop").at[page, head].min(k, mode="drop")
-    high = high.at[opened, head].set(-jnp.inf, mode="drop").at[page, head].max(k, mode="drop")
+    k = k.astype(jnp.float32)
+    least, most = outward(k, low.dtype, False).astype(low.dtype), outward(k, high.dtype, True).astype(high.dtype)
+    limit = float(jnp.finfo(low.dtype).max)
+    low = low.at[opened, head].set(limit, mode="drop").at[page, head].min(least, mode="drop")
+    high = high.at[opened, head].set(-limit, mode="drop").at[page, head].max(most, mode="drop")
     return low, high
 
 
-def page_bounds(k: Array, real: Array) -> tuple[Array, Array]:
-    """Bounds from keys laid out by page: k [...,P,D], real bool[...,P] -> two [...,D]; an empty page gets 0, 0."""
+def page_bounds(k: Array, real: Array, dtype: Any = None) -> tuple[Array, Array]:
+    """Bounds from keys laid out by page: k [...,P,D], real bool[...,P] -> two [...,D] in `dtype` (k's if None); an empty page gets 0, 0."""
     some = jnp.any(real, axis=-1)[..., None]
     low = jnp.min(jnp.where(real[..., None], k, jnp.inf), axis=-2)
     high = jnp.max(jnp.where(real[..., None], k, -jnp.inf), axis=-2)
+    dtype = dtype or k.dtype
+    low, high = (outward(x.astype(jnp.float32), dtype, up).astype(dtype) for x, up in ((low, False), (high, True)))
     return jnp.where(some, low, 0), jnp.where(some, high, 0)
 
 

@@ -18,7 +18,7 @@ from sejax.kernels.attention import attend, gather
 from sejax.kernels.launch import on_gpu
 from sejax.types import Array, AttentionView
 
-STEP = 4096  # listed tokens of which block_means holds a copy at a time
+STEP = 32768  # listed tokens of which block_means holds a copy at a time
 TOGETHER = 16  # tiles a card works on at a time; elsewhere one at a time, so that each stops at its own list's end
 
 
@@ -28,7 +28,10 @@ def tiles_of(new: int, width: int) -> int:
 
 
 def split(x: Array, lead: Array, width: int) -> Array:
-    """[R,T,...] by tile: [R,tiles,width,...]; lead i32[R] places of the first tile lie before the call. Places without a query repeat one."""
+    """[R,T,...] by tile: [R,tiles,width,...]; lead i32[R] places of the first tile lie before the call.
+
+    Places without a query repeat one.
+    """
     count = tiles_of(x.shape[1], width)
     at = jnp.clip(jnp.arange(count * width, dtype=jnp.int32) - lead[:, None], 0, x.shape[1] - 1)
     return x[jnp.arange(x.shape[0])[:, None], at].reshape(x.shape[0], count, width, *x.shape[2:])

@@ -92,6 +92,26 @@ def method(spec: str | Method, **arguments: Any) -> Method:
     return factory(**{key: _value(name, key, value, declared[key]) for key, value in given.items()})
 
 
+def calibration(name: str, **options: Any) -> Callable[[Any, Any], dict[str, Any]]:
+    """How a method measures what it must know of a model: (trace, texts) -> the contents of its file.
+
+    It is the function `calibrate` of the method's module: trace(ids) -> (LayerSpec, Qkv [1,T,...]) of each layer in turn, texts a list
+    of token id lists; options, as text or values, are its keyword arguments. Raises ValueError for a method without one, an unknown
+    option, or a value of the wrong type.
+    """
+    name, _ = _factory(name)
+    function = getattr(importlib.import_module(f"{__name__}.{name}"), "calibrate", None)
+    if function is None:
+        raise ValueError(f"Method {name} needs no calibration: use it as it is.")
+    hints = typing.get_type_hints(function)
+    declared = {key: hints[key] for key, p in inspect.signature(function).parameters.items() if p.kind is p.KEYWORD_ONLY}
+    unknown = next((key for key in options if key not in declared), None)
+    if unknown is not None:
+        listed = ", ".join(f"--{key}" for key in declared) or "none"
+        raise ValueError(f"Calibration of {name} has no option --{unknown}.{_closest(unknown, declared)} It has: {listed}.")
+    return functools.partial(function, **{key: _value(name, key, value, declared[key]) for key, value in options.items()})
+
+
 def describe(name: str) -> dict[str, Any]:
     """What a method's docstring and signature say: name, summary, text, family, paper, differs, keeps, args, defaults.
 

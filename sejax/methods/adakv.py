@@ -9,7 +9,7 @@ from jax import lax
 
 from sejax.cache.method import check, composed
 from sejax.cache.ragged import Ragged
-from sejax.cache.retention import Candidates, Retention, Shares, default_slack, pool
+from sejax.cache.retention import LOCAL_SETS, Candidates, Retention, Shares, default_slack, pool
 from sejax.cache.storage import raw
 from sejax.types import Array, LayerSpec, Method
 
@@ -111,5 +111,4 @@ def adakv(
             deal = Shares(budget, lambda s, total, seen: shares(s, total, seen, base, floor, normalize))
         return Retention(most, slack, window, lambda c: score(c, kernel, pooling), shares=deal)
 
-    uneven = (("selection", "its heads hold different numbers of tokens, on pages of their own, which no selection indexes; use it alone"),)
-    return composed("adakv", arguments, raw(page), retention, refuses=uneven, kind=Ragged)
+    return composed("adakv", arguments, raw(page), retention, refuses=LOCAL_SETS, kind=Ragged)

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sejax.cache.method import check, composed
-from sejax.cache.retention import LOCAL_SETS, Candidates, Retention, Sums, default_slack
+from sejax.cache.method import check, composed, either
+from sejax.cache.retention import LOCAL_SETS, Candidates, Retention, Sums, amount, default_slack
 from sejax.cache.storage import raw
 from sejax.types import Array, LayerSpec, Method, Qkv, Rows
 
@@ -84,13 +84,14 @@ def score(candidates: Candidates, spec: LayerSpec, sinks: int, steps: int, covar
 
 
 def expected_attention(
-    budget: int = 4096,
+    budget: int | None = None,
     sinks: int = 4,
     future: int = 512,
     covariance: bool = True,
     vnorm: bool = True,
     epsilon: float = 0.0,
     slack: int | None = None,
+    ratio: float | None = None,
     page: int = 16,
 ) -> Method:
     """Keep the tokens that a Gaussian model of coming queries attends to, weighted by the size of their values.
@@ -105,24 +106,28 @@ def expected_attention(
     Keeps: budget tokens per kv head and layer after a seal, at most budget + slack.
 
     Args:
-        budget: tokens kept per kv head and layer, sinks included.
+        budget: tokens kept per kv head and layer, sinks included (default 4096, where ratio is not given).
         sinks: first tokens that are always kept.
         future: positions, from the end of the sequence, over which the rotation is averaged.
         covariance: whether the spread of queries counts, or only their mean.
         vnorm: whether scores are multiplied by the length of the value.
         epsilon: added to the expected attention before that product.
         slack: tokens a run holds beyond its budget (default max(1024, budget / 4)); 1 seals at every turn.
+        ratio: instead of a budget: the fraction of the session's tokens that is kept, max(1, int(length ratio)) at each decision.
         page: tokens a page of the pool.
     """
+    budget, ratio = either(budget, ratio, 4096)
     slack = default_slack(budget) if slack is None else slack
-    check(sinks >= 0 and budget > sinks, f"budget={budget} must be larger than sinks={sinks}, and sinks >= 0")
+    check(sinks >= 0 and (budget is None or budget > sinks), f"budget={budget} must be larger than sinks={sinks}, and sinks >= 0")
     check(future >= 1, f"future={future} must be at least 1 position")
     check(slack >= 1, f"slack={slack} must be at least 1")
     check(epsilon >= 0, f"epsilon={epsilon} must be >= 0")
-    arguments = dict(budget=budget, sinks=sinks, future=future, covariance=covariance, vnorm=vnorm, epsilon=epsilon, slack=slack, page=page)
+    arguments = dict(budget=budget, sinks=sinks, future=future, covariance=covariance, vnorm=vnorm, epsilon=epsilon)
+    arguments |= dict(slack=slack, ratio=ratio, page=page)
 
     def retention(spec: LayerSpec) -> Retention:
         rule = lambda c: score(c, spec, sinks, future, covariance, vnorm, epsilon)  # noqa: E731
-        return Retention(budget, slack, 0, rule, sums=statistics(sinks))
+        most, at = amount(budget, ratio, spec)
+        return Retention(most, slack, 0, rule, sums=statistics(sinks), budget_at=at)
 
     return composed("expected_attention", arguments, raw(page), retention, refuses=LOCAL_SETS)

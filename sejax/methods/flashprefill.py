@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from sejax.cache.method import Attend, check, composed, read_by
 from sejax.cache.storage import raw
 from sejax.kernels import tiles
 from sejax.kernels.attention import attention, mass, merge
-from sejax.types import Array, AttentionView, LayerSpec, Method, Rows, Seen
+from sejax.types import Array, AttentionView, LayerSpec, Method, Qkv, Rows, Seen
 
 
 class Rule(NamedTuple):
@@ -145,7 +147,9 @@ def reader(rule: Rule) -> Attend:
     def attend(q: Array, views: tuple[AttentionView, ...], rows: Rows) -> Seen:
         for view in views:
             odd = view.first is not None or view.bias is not None or view.window is not None or view.pos is not None
-            check(not odd, "flashprefill with a method that masks a prompt's tokens itself: blocks have no place for its mask; use it alone")
+            check(
+                not odd, "flashprefill with a method that masks a prompt's tokens itself: blocks have no place for its mask; use it alone"
+            )
         place = tiling(rule, q.shape[1], rows)
 
         def by_blocks() -> Seen:
@@ -159,6 +163,77 @@ def reader(rule: Rule) -> Attend:
         return lax.cond(jnp.any(~place.whole & touched), by_blocks, lambda: attention(q, views, rows.count))
 
     return attend
+
+
+ALPHAS = (0.01, 0.02, 0.03, 0.05, 0.08, 0.12, 0.18, 0.25, 0.35, 0.5, 0.7, 1.0)
+"""What `calibrate` tries."""
+
+
+def read_shares(qkv: Qkv, rule: Rule) -> np.ndarray:
+    """[ALPHAS, 2]: of what a layer's tiles could leave out, the share of its attention and of its blocks that they read.
+
+    Memory: logits of 16 tiles against the whole text, 4 bytes a query row and token.
+    """
+    length, size = qkv.k.shape[1], rule.block
+    pool = lambda x: jnp.moveaxis(jnp.pad(x[0], [(0, -length % size), (0, 0), (0, 0)]).reshape(-1, size, *x.shape[2:]), 2, 1)  # noqa: E731
+    one, zero = jnp.full(1, length, jnp.int32), jnp.zeros(1, jnp.int32)
+    k = pool(qkv.k)
+    view = AttentionView(k, pool(qkv.v), jnp.arange(len(k), dtype=jnp.int32)[None], one, own=one, run=size)
+    place = tiling(rule, length, Rows(zero, zero, one, view.ids, zero[:, None]))
+    q, means, group = qkv.q, [tiles.block_means(view, size)], qkv.q.shape[3]
+    if rule.apart:
+        place, means = jax.tree.map(lambda x: jnp.repeat(x, group, axis=0), (place, means))
+        q, view = as_rows(q), listed_for(view, group)
+    energy = energies(q, (view,), means, rule, place)
+    asked = tiles.split(q, place.lead, rule.width)
+    received = []
+    for at in range(0, asked.shape[1], tiles.TOGETHER):
+        part = asked[:, at : at + tiles.TOGETHER].astype(jnp.float32)
+        logits = jnp.einsum("rnthgd,bhsd->rnhtgbs", part, k.astype(jnp.float32)) * part.shape[-1] ** -0.5
+        query = (at + jnp.arange(part.shape[1]))[:, None] * rule.width + jnp.arange(rule.width)
+        seen = jnp.arange(len(k) * size).reshape(len(k), size) <= query[:, None, :, None, None, None]
+        weight = jax.nn.softmax(jnp.where(seen, logits, -jnp.inf), axis=(-2, -1))
+        received.append(jnp.sum(weight, axis=(3, 4, 6)))
+    attention_ = np.asarray(jnp.concatenate(received, axis=1))
+    decided = np.asarray(chosen((view,), energy, rule._replace(alpha=2.0), place)[1][0])  # nothing can be twice the best
+    found = []
+    for alpha in ALPHAS:
+        read = decided & np.asarray(chosen((view,), energy, rule._replace(alpha=alpha), place)[0][0])
+        found.append((attention_[read].sum() / attention_[decided].sum(), read.sum() / decided.sum()))
+    return np.asarray(found)
+
+
+def calibrate(
+    trace: Callable[[Any], Any],
+    texts: Sequence[Sequence[int]],
+    *,
+    recall: float = 0.9,
+    block: int = 128,
+    tile: int = 128,
+    sinks: int = 2,
+    window: int = 4,
+    per_query_head: bool = False,
+) -> dict[str, Any]:
+    """The largest alpha with which tiles still read enough, mean over layers and texts.
+
+    recall: share of the attention on blocks that may be left out which must be read; the others as in the method. trace, texts: see
+    methods.calibration. Pieces too short to leave a block out are not counted.
+    """
+    check(0 < recall <= 1, f"recall={recall} must lie in (0, 1]: the share of attention that must be read")
+    shortest = (sinks + window + 2) * block
+    long = [ids for ids in texts if len(ids) >= shortest]
+    check(bool(long), f"texts has no piece of {shortest} tokens, too few to leave a block out; give longer texts and --length")
+    found = []
+    for ids in long:
+        for spec, qkv in trace(ids):
+            width = max(1, tile if per_query_head else tile // spec.group)
+            found.append(read_shares(qkv, Rule(0.0, block, width, sinks, window, 0, 0, per_query_head, True)))
+    attended, blocks = np.mean(found, axis=0).T
+    enough = np.flatnonzero(attended >= recall)
+    check(len(enough) > 0, f"recall={recall}: even alpha={ALPHAS[0]} reads {attended[0]:.3f} only; ask for less")
+    best = int(enough[-1])
+    shares = {"recall": round(float(attended[best]), 4), "blocks": round(float(blocks[best]), 4)}
+    return {"alpha": ALPHAS[best]} | shares | {"block": block, "tile": tile, "tokens": sum(map(len, long))}
 
 
 def flashprefill(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import lax
 
-from sejax.cache.method import check, composed
-from sejax.cache.retention import LOCAL_SETS, Candidates, Retention, default_slack
+from sejax.cache.method import check, composed, either
+from sejax.cache.retention import LOCAL_SETS, Candidates, Retention, amount, default_slack
 from sejax.cache.storage import raw
 from sejax.types import Array, LayerSpec, Method
 
@@ -45,7 +45,9 @@ def score(candidates: Candidates, budget: int, block: int | None) -> Array:
     return unlike(keys, jnp.arange(keys.shape[2]) < candidates.total[..., None])
 
 
-def keydiff(budget: int = 4096, block: int | None = None, slack: int | None = None, page: int = 16) -> Method:
+def keydiff(
+    budget: int | None = None, block: int | None = None, slack: int | None = None, ratio: float | None = None, page: int = 16
+) -> Method:
     """Keep the tokens whose keys are least like the average key.
 
     score_j = -cos(k_j, mean_i k_i / |k_i|), over all candidates.
@@ -57,17 +59,21 @@ def keydiff(budget: int = 4096, block: int | None = None, slack: int | None = No
     Keeps: budget tokens per kv head and layer after a seal, at most budget + slack.
 
     Args:
-        budget: tokens kept per kv head and layer.
+        budget: tokens kept per kv head and layer (default 4096, where ratio is not given).
         block: tokens that arrive together, none for the whole prompt at once.
         slack: tokens a run holds beyond its budget (default max(1024, budget / 4)); 1 seals at every turn.
+        ratio: instead of a budget: the fraction of the session's tokens that is kept, max(1, int(length ratio)) at each decision.
         page: tokens a page of the pool.
     """
+    budget, ratio = either(budget, ratio, 4096)
     slack = default_slack(budget) if slack is None else slack
-    check(budget >= 1, f"budget={budget} must be at least 1 token")
     check(block is None or block >= 1, f"block={block} must be at least 1 token, or none for the whole prompt")
+    check(block is None or ratio is None, f"block={block} compares blocks with what a budget keeps; give budget instead of ratio={ratio}")
     check(slack >= 1, f"slack={slack} must be at least 1")
 
     def retention(spec: LayerSpec) -> Retention:
-        return Retention(budget, slack, 0, lambda c: score(c, budget, block))
+        most, at = amount(budget, ratio, spec)
+        return Retention(most, slack, 0, lambda c: score(c, most, block), budget_at=at)
 
-    return composed("keydiff", dict(budget=budget, block=block, slack=slack, page=page), raw(page), retention, refuses=LOCAL_SETS)
+    arguments = dict(budget=budget, block=block, slack=slack, ratio=ratio, page=page)
+    return composed("keydiff", arguments, raw(page), retention, refuses=LOCAL_SETS)

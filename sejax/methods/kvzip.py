@@ -7,10 +7,11 @@ import functools
 import hashlib
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -37,7 +38,7 @@ class Rule(NamedTuple):
     mode: str
     sinks: int
     chunk: int
-    scores: tuple[float, ...] | None
+    scores: tuple[float, ...] | str | None
     rule: str
 
 
@@ -48,13 +49,47 @@ class Scores(tuple[float, ...]):
         return hashlib.sha256(np.asarray(self, np.float64).tobytes()).hexdigest()[:12]
 
 
-def read_scores(path: str) -> Scores:
-    """Head scores from a file {"scores": [[a number for each kv head], ... for each layer]}."""
+def read_scores(path: str, digest: str) -> Scores:
+    """Head scores from a file that `calibrate` filled, for the model with this config digest."""
+    make = "`sejax calibrate kvzip --model MODEL -o FILE` makes one"
     try:
-        found = json.loads(Path(path).read_text())["scores"]
-        return Scores(float(score) for layer in found for score in layer)
+        given = json.loads(Path(path).read_text())
+        scores, made_for = Scores(float(score) for layer in given["scores"] for score in layer), given["config"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"scores={path} cannot be read ({error}); `sejax calibrate` makes such files") from None
+        raise ValueError(f"scores={path} is not a file that can be read ({type(error).__name__}: {error}); {make}") from None
+    check(made_for == digest, f"scores={path} was made for another model; {make}")
+    return scores
+
+
+def calibrate(
+    trace: Callable[[Any], Any],
+    texts: Sequence[Sequence[int]],
+    *,
+    chunk: int = 2000,
+    sinks: int = 4,
+    tail: int = 8,
+    instruction_ids: tuple[int, ...] | None = None,
+) -> dict[str, Any]:
+    """Score the heads, for mode "head": the largest score any token of the texts has in each; arguments as for the method.
+
+    trace, texts: see methods.calibration. Each chunk of a text costs a dense forward pass over the text and its replay.
+    """
+    ids = wording(getattr(trace, "tokenizer", None)) if instruction_ids is None else instruction_ids
+    made, long = passes(sinks, chunk, tail, split(ids)), [np.asarray(text, np.int32) for text in texts if len(text) > sinks]
+    check(bool(long), f"texts has no piece longer than the {sinks} sinks; give longer texts")
+    best: list[np.ndarray] = []
+    for text in long:
+        for index in range(made.number(len(text))):
+            again, count, (first, size) = jax.device_get(made.input(index, jnp.asarray(text), len(text)))
+            part, found = slice(sinks, sinks + min(chunk, len(text))), []
+            row = np.arange(part.stop) - sinks  # those below 0 are the sinks
+            at = np.concatenate([np.where(row < 0, row + sinks, first + row), len(text) + np.arange(len(again))])
+            for _, qkv in trace([*text.tolist(), *again.tolist()]):
+                keys, real, new = jnp.swapaxes(qkv.k[:, at], 1, 2), jnp.asarray(row < size)[None], jnp.full(1, count)
+                found.append(probability(qkv.q[:, len(text) :], keys, part, real, new)[0].max(axis=-1))
+            best.append(np.stack(jax.device_get(found)))
+    scores = np.max(best, axis=0)
+    return {"scores": [[round(float(score), 6) for score in layer] for layer in scores], "tokens": sum(map(len, long))}
 
 
 def probability(q: Array, keys: Array, context: slice, real: Array, count: Array) -> Array:
@@ -159,6 +194,7 @@ class Zip(Packed):
     def unscored(self, pos: Array) -> Array:
         if self.rule.scores is None:
             return super().unscored(pos)
+        check(not isinstance(self.rule.scores, str), f"scores={self.rule.scores} belongs to a model; use method.fitted(model)")
         layers, heads = self.spec.layers, self.spec.heads
         given = len(self.rule.scores)
         check(
@@ -169,7 +205,7 @@ class Zip(Packed):
 
     def seal(self, state: State, rows: Rows, *joint: Any) -> State:
         """Drop what is not above the threshold from a first prompt; a later one stays whole."""
-        found, ties = candidates(state, rows, self.storage.page), jnp.int32(0)
+        found, ties = candidates(state, rows, self.storage.page), None
         if self.rule.mode == "pair-uniform":
             room = found.shape[-1]
             most = jnp.asarray((np.arange(room + 1) * self.rule.ratio).astype(np.int32))[jnp.sum(found >= 0, axis=-1)]
@@ -180,9 +216,10 @@ class Zip(Packed):
             least, ties = joint[0][0][:, None], joint[0][1][:, self.spec.index, :, None]
         else:
             least = joint[0][:, None]
-        equal = found == least[..., None]
-        stays = (found < 0) | (found > least[..., None]) | (equal & (jnp.cumsum(equal, axis=-1) <= ties))
-        packs = begins(rows)
+        stays, packs = (found < 0) | (found > least[..., None]), begins(rows)
+        if ties is not None:  # so many at the threshold itself stay, the first ones
+            equal = found == least[..., None]
+            stays |= equal & (jnp.cumsum(equal, axis=-1) <= ties)
         return lax.cond(jnp.any(packs), lambda s: self.pack(s, rows, stays, packs), lambda s: s, state)
 
     def replay(self, state: State, qkv: Qkv, carry: Any, rows: Rows) -> tuple[tuple[AttentionView, ...], Any]:
@@ -299,7 +336,7 @@ def kvzip(
         tail: last tokens of the chunk before, with which an instruction says where to begin.
         instruction_ids: token ids instead of the wording: for the first chunk, for later ones, and what stands between
             instruction and chunk, parted by -1 (default: English, and the model's chat template).
-        scores: for mode "head": a file made by `sejax calibrate`, or the numbers, layer by layer.
+        scores: for mode "head": a file made by `sejax calibrate kvzip`, or the numbers, layer by layer.
         rule: "official", or "kvpress": exactly int((1 - ratio) N) pairs are dropped, sinks counted in N, ties by order.
         page: tokens a page of the pool.
     """
@@ -309,9 +346,10 @@ def kvzip(
     check(rule == "official" or mode == "pair", f'rule="kvpress" is a rule over pairs; leave it out, or mode={mode!r}')
     check(sinks >= 0 and chunk >= 1 and tail >= 0, f"sinks={sinks} and tail={tail} must be >= 0, and chunk={chunk} at least 1")
     check((scores is not None) == (mode == "head"), f"mode={mode!r} with scores={scores}: scores go with mode=head, and it needs them")
-    scores = Scores(read_scores(scores) if isinstance(scores, str) else scores) if scores is not None else None
-    check(scores is None or min(scores, default=-1) >= 0, "scores must be numbers >= 0, one for each layer and kv head")
-    arguments = dict(ratio=ratio, mode=mode, sinks=sinks, chunk=chunk, tail=tail, instruction_ids=instruction_ids)
+    if scores is not None and not isinstance(scores, str):
+        check(min(scores, default=-1) >= 0, "scores must be numbers >= 0, one for each layer and kv head")
+        scores = Scores(scores)
+    arguments: dict[str, Any] = dict(ratio=ratio, mode=mode, sinks=sinks, chunk=chunk, tail=tail, instruction_ids=instruction_ids)
     arguments |= dict(scores=scores, rule=rule, page=page)
     told = Rule(ratio, mode, sinks, chunk, scores, rule)
     replays = ratio < 1 and mode != "head"
@@ -320,10 +358,11 @@ def kvzip(
         return Retention(0, 0, 0, lambda c: c.read("score"))  # the layout seals: no budget, no slack, no window
 
     def fit(model: Any) -> Method:
-        return kvzip(**(arguments | {"instruction_ids": wording(model.tokenizer)}))  # pyright: ignore[reportArgumentType]
+        found: dict[str, Any] = {"scores": read_scores(scores, model.config.digest)} if isinstance(scores, str) else {}
+        return kvzip(**arguments | (found or {"instruction_ids": wording(model.tokenizer)}))
 
     shared = functools.partial(joined, told, page) if ratio < 1 and mode != "pair-uniform" else None
     again = passes(sinks, chunk, tail, split(instruction_ids)) if replays and instruction_ids is not None else None
-    later = fit if replays and instruction_ids is None else None
+    later = fit if isinstance(scores, str) or (replays and instruction_ids is None) else None
     kind = lambda spec, storage, keeps, reads: Zip(spec, storage, keeps, reads, told)  # noqa: E731
     return composed("kvzip", arguments, raw(page), retention, None, LOCAL_SETS, kind, in_place=True, joint=shared, passes=again, fit=later)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -43,8 +46,86 @@ def place(layer: int, observers: tuple[int, ...], wait: int) -> str:
     return "follow" if below and layer > max(below) + wait else "dense"
 
 
+def overlap(trace: Callable[[Any], Any], ids: Sequence[int], ratio: float, queries: int, selector: str) -> np.ndarray:
+    """[L,L]: of the tokens that layer l's attention ranks first, the share that layer o would choose.
+
+    The last `queries` tokens of the text are the queries, all before them is the prompt; both sets have ratio of its tokens. The
+    largest arrays are the logits of one layer, f32[queries,H,G,prompt], and the sets of all layers, f32[L,queries*prompt].
+    """
+    prompt = len(ids) - queries
+    count, sets = int(prompt * ratio), []
+    for spec, qkv in trace(ids):
+        keys = qkv.k[0, :prompt].astype(jnp.float32)
+        logits = jnp.einsum("rhgd,chd->rhgc", qkv.q[0, prompt:].astype(jnp.float32), keys) * spec.head_dim**-0.5
+        named = [choose(scores(logits, s), jnp.full(queries, count), count) for s in (selector, "softmax")]
+        sets.append([np.asarray((at[..., None] == jnp.arange(prompt)).any(axis=1), np.float32).ravel() for at in named])
+    chosen, wanted = (np.stack(side) for side in zip(*sets, strict=True))
+    return chosen @ wanted.T / (queries * count)
+
+
+def best_observers(share: np.ndarray, number: int, wait: int, dense: int) -> tuple[int, ...]:
+    """The `number` layers o_1 < o_2 < ..., o_1 <= dense, with the largest sum over layers of what they see of their attention.
+
+    Layers that read everything count 1, others share[nearest observer below, layer]; ties go to lower layers.
+    """
+    layers = len(share)
+
+    def gain(o: int, end: int) -> float:
+        whole = min(o + wait + 1, end)
+        return whole - o + float(share[o, whole:end].sum())
+
+    reached: dict[int, tuple[float, tuple[int, ...]]] = {o: (float(o), (o,)) for o in range(min(dense + 1, layers))}
+    for _ in range(number - 1):
+        options = {p: [(value + gain(o, p), (*path, p)) for o, (value, path) in reached.items() if o < p] for p in range(layers)}
+        reached = {p: max(found, key=lambda option: option[0]) for p, found in options.items() if found}
+    return max(((value + gain(o, layers), path) for o, (value, path) in reached.items()), key=lambda option: option[0])[1]
+
+
+def calibrate(
+    trace: Callable[[Any], Any],
+    texts: Sequence[Sequence[int]],
+    *,
+    observers: int = 3,
+    ratio: float = 0.067,
+    wait: int = 1,
+    dense: int = 2,
+    queries: int = 16,
+    selector: Literal["last", "softmax"] = "last",
+) -> dict[str, Any]:
+    """Choose the layers that observe: those whose choice covers the attention of the layers above them best.
+
+    observers: how many; ratio, wait, selector: as the method will be used; dense: layers below the first observer at most;
+    queries: last tokens of each text that play the decoded ones. trace, texts: see methods.calibration.
+    """
+    check(0 < ratio <= 1, f"ratio={ratio} must lie in (0, 1]: the fraction of the prompt that is read")
+    check(wait >= 0 and dense >= 0 and queries >= 1, f"wait={wait} and dense={dense} must be >= 0, queries={queries} at least 1")
+    shortest = queries + int(np.ceil(1 / ratio))
+    long = [ids for ids in texts if int((len(ids) - queries) * ratio) >= 1]
+    check(bool(long), f"texts: none has {shortest} tokens, the fewest from which one can be chosen; give longer texts")
+    share = np.mean([overlap(trace, ids, ratio, queries, selector) for ids in long], axis=0)
+    check(1 <= observers <= len(share), f"observers={observers} must be between 1 and the model's {len(share)} layers")
+    found = best_observers(share, observers, wait, dense)
+    follows = [share[max(o for o in found if o < i), i] for i in range(len(share)) if place(i, found, wait) == "follow"]
+    told = {"observers": list(found), "overlap": round(float(np.mean(follows)), 4) if follows else 1.0}
+    return told | {"ratio": ratio, "wait": wait, "selector": selector, "tokens": sum(map(len, long))}
+
+
+def profile(where: str, digest: str) -> tuple[int, ...]:
+    """Observers of the model with this config digest: from a file, or ("auto") from those that come with sejax."""
+    path = Path(__file__).parent / "profiles" / f"omnikv-{digest}.json" if where == "auto" else Path(where)
+    make = "`sejax calibrate omnikv --model MODEL -o FILE` makes one for observers=FILE; or name layers, as in observers=(2,8,18)"
+    check(where != "auto" or path.exists(), f"observers=auto: no profile of this model comes with sejax; {make}")
+    try:
+        given = json.loads(path.read_text())
+        observers, made_for = tuple(int(layer) for layer in given["observers"]), given["config"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"observers={where} is not a profile that can be read ({type(error).__name__}: {error}); {make}") from None
+    check(made_for == digest, f"observers={where} was made for another model; {make}")
+    return observers
+
+
 def omnikv(
-    observers: tuple[int, ...],
+    observers: tuple[int, ...] | str = "auto",
     budget: int | None = None,
     ratio: float | None = None,
     wait: int = 1,
@@ -63,29 +144,37 @@ def omnikv(
     Keeps: every token. Following layers read `budget` prompt tokens (or the fraction `ratio` of the prompt) and all decoded ones.
 
     Args:
-        observers: layers that observe; those before the first read everything. There is no default: it belongs to the model.
+        observers: layers that observe, those before the first read everything; or a file made by `sejax calibrate omnikv`; "auto":
+            the profile of this model that comes with sejax.
         budget: prompt tokens that following layers read; give this or ratio.
         ratio: fraction of the prompt they read, rounded down (default .067 where budget is not given).
         wait: layers after each observer that still read everything.
         selector: "last": the newest query's logits; "softmax": its attention weights.
         page: tokens a page of the pool.
     """
-    check(len(observers) > 0, "observers=() is empty; name the layers that observe, as in observers=(2,8,18)")
-    check(min(observers) >= 0, f"observers={observers} must be layers, counted from 0")
+    named = () if isinstance(observers, str) else tuple(observers)
+    check(isinstance(observers, str) or len(named) > 0, "observers=() is empty; name the layers that observe, as in observers=(2,8,18)")
+    check(min(named, default=0) >= 0, f"observers={observers} must be layers, counted from 0")
     check(budget is None or ratio is None, f"budget={budget} and ratio={ratio} are both given; give one of them")
     ratio = 0.067 if budget is None and ratio is None else ratio
     check(ratio is None or 0 < ratio <= 1, f"ratio={ratio} must lie in (0, 1]: the fraction of the prompt that is read")
     check(budget is None or budget >= 1, f"budget={budget} must be at least 1 token")
     check(wait >= 0, f"wait={wait} must be >= 0 layers")
     check(selector in ("last", "softmax"), f'selector={selector!r} must be "last" or "softmax"')
-    arguments = dict(observers=tuple(observers), budget=budget, ratio=ratio, wait=wait, selector=selector, page=page)
+    arguments: dict[str, Any] = dict(observers=named or observers, budget=budget, ratio=ratio, wait=wait, selector=selector, page=page)
 
     def layer(spec: LayerSpec, aux: Any = None) -> LayerMethod:
-        check(max(observers) < spec.layers, f"observers={observers} names a layer that a model of {spec.layers} layers has not")
-        return _Prompted(Layer(spec, raw(page), None, None), place(spec.index, observers, wait), budget, ratio, selector).method()
+        check(bool(named), f"observers={observers} belongs to a model; use method.fitted(model), or name the layers that observe")
+        check(max(named) < spec.layers, f"observers={observers} names a layer that a model of {spec.layers} layers has not")
+        return _Prompted(Layer(spec, raw(page), None, None), place(spec.index, named, wait), budget, ratio, selector).method()
+
+    def fit(model: Any) -> Method:
+        found: dict[str, Any] = {"observers": profile(str(observers), model.config.digest)}
+        return omnikv(**arguments | found)
 
     parts = Parts(raw(page), traits=frozenset({"selection", "token selection"}))
-    return Method("omnikv", tuple(arguments.items()), layer, "chunk", growing=True, parts=parts)
+    fitting = None if named else fit
+    return Method("omnikv", tuple(arguments.items()), layer, "chunk", growing=True, parts=parts, fit=fitting)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,14 +7,14 @@ from typing import Any, Literal
 import jax.numpy as jnp
 import numpy as np
 
-from sejax.cache.method import check, composed
-from sejax.cache.retention import LOCAL_SETS, Retention, default_slack
+from sejax.cache.method import check, composed, either
+from sejax.cache.retention import LOCAL_SETS, Retention, default_slack, fractions
 from sejax.cache.storage import raw
 from sejax.methods.snapkv import score
 from sejax.types import LayerSpec, Method
 
 
-def kept(total: Any, budget: int, window: int, layers: int, layer: int, beta: int) -> Any:
+def kept(total: Any, budget: Any, window: int, layers: int, layer: int, beta: int) -> Any:
     """Tokens the official rule keeps of `total` in a layer; integers or integer arrays of numpy or jax."""
     xp = np if isinstance(total, (int, np.ndarray)) else jnp
     if layers == 1:
@@ -28,7 +28,7 @@ def kept(total: Any, budget: int, window: int, layers: int, layer: int, beta: in
 
 
 def pyramidkv(
-    budget: int = 2048,
+    budget: int | None = None,
     window: int = 8,
     kernel: int = 7,
     pooling: Literal["avg", "max"] = "max",
@@ -37,6 +37,7 @@ def pyramidkv(
     budgets: tuple[int, ...] | None = None,
     slack: int | None = None,
     heads: Literal["each", "shared"] = "each",
+    ratio: float | None = None,
     page: int = 16,
 ) -> Method:
     """Keep more tokens in lower layers, fewer in higher ones; which ones, the end of the prompt decides.
@@ -52,7 +53,7 @@ def pyramidkv(
     Keeps: `budget` tokens per kv head and layer in the mean over layers after a seal; at most `slack` more.
 
     Args:
-        budget: mean over layers of the tokens kept per kv head, window included.
+        budget: mean over layers of the tokens kept per kv head, window included (default 2048, where ratio is not given).
         window: observation window, queries at the end of the prompt.
         kernel: pooling width in tokens, odd; 1 does not pool.
         pooling: "max" or "avg" (padding zeros counted).
@@ -61,10 +62,15 @@ def pyramidkv(
         budgets: tokens to keep in each layer, instead of a schedule.
         slack: tokens a run holds beyond its budget (default max(1024, budget / 4)); 1 seals at every turn.
         heads: "each" kv head its own set; "shared": one set, the largest score over all heads.
+        ratio: instead of a budget: the fraction of the session's tokens kept in the mean, max(1, int(length ratio)) at each decision.
         page: tokens a page of the pool.
     """
+    budget, ratio = either(budget, ratio, 2048)
+    check(budgets is None or ratio is None, f"budgets={budgets} and ratio={ratio} are both given; give one of them")
     slack = default_slack(budget) if slack is None else slack
-    check(window >= 1 and budget > window, f"budget={budget} must be larger than window={window}, and window at least 1")
+    check(
+        window >= 1 and (budget is None or budget > window), f"budget={budget} must be larger than window={window}, and window at least 1"
+    )
     check(kernel >= 1 and kernel % 2 == 1, f"kernel={kernel} must be odd: an even width would shift the scores; use {kernel + 1}")
     check(pooling in ("avg", "max"), f'pooling={pooling!r} must be "avg" or "max"')
     check(beta >= 1, f"beta={beta} must be at least 1; the usual value is 20")
@@ -73,13 +79,19 @@ def pyramidkv(
     check(slack >= 1, f"slack={slack} must be at least 1")
     check(budgets is None or min(budgets, default=0) >= window, f"budgets={budgets} must each be at least window={window}")
     arguments = dict(budget=budget, window=window, kernel=kernel, pooling=pooling, beta=beta, schedule=schedule)
-    arguments |= dict(budgets=budgets, slack=slack, heads=heads, page=page)
+    arguments |= dict(budgets=budgets, slack=slack, heads=heads, ratio=ratio, page=page)
 
     def retention(spec: LayerSpec) -> Retention:
         check(budgets is None or len(budgets) == spec.layers, f"budgets={budgets} must name {spec.layers} layers, one number each")
         rule = lambda c: score(c, 0, kernel, pooling, heads)  # noqa: E731
         if budgets is not None:
             return Retention(budgets[spec.index], slack, window, rule)
+        if budget is None:
+            mean = fractions(ratio or 1, spec)
+            total = 2 * mean if schedule == "fixed" else np.arange(len(mean))
+            table = np.where(mean > window, kept(total, mean, window, spec.layers, spec.index, beta), mean).astype(np.int32)
+            at = lambda length: jnp.asarray(table).at[length].get(mode="clip")  # noqa: E731
+            return Retention(int(table.max()), slack, window, rule, budget_at=at)
         place = (budget, window, spec.layers, spec.index, beta)
         longest = 2 * budget  # the first layer's budget is smaller: beyond it the counts stay
         if schedule == "fixed":

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sejax.cache.method import check, composed
-from sejax.cache.retention import LOCAL_SETS, Candidates, Retention, pool
+from sejax.cache.method import check, composed, either
+from sejax.cache.retention import LOCAL_SETS, Candidates, Retention, amount, pool
 from sejax.cache.storage import raw
 from sejax.types import Array, LayerSpec, Method
 
@@ -66,13 +66,14 @@ def score(candidates: Candidates, kernel: int, mix: float, threshold: float, zer
 
 
 def rkv(
-    budget: int = 4096,
+    budget: int | None = None,
     window: int = 8,
     kernel: int = 7,
     mix: float = 0.1,
     threshold: float = 0.5,
     period: int = 128,
     zero_column0: bool = False,
+    ratio: float | None = None,
     page: int = 16,
 ) -> Method:
     """Keep important, non-redundant tokens while a long answer is written.
@@ -87,23 +88,29 @@ def rkv(
     Keeps: budget tokens per kv head and layer after a prompt or trim, at most budget + period.
 
     Args:
-        budget: tokens kept per kv head and layer, window included.
+        budget: tokens kept per kv head and layer, window included (default 4096, where ratio is not given).
         window: latest queries that judge importance; their tokens always stay. It starts anew with each prompt.
         kernel: max-pooling width in tokens, odd.
         mix: weight of importance against redundancy, 0 to 1 (lambda in the paper).
         threshold: cosine above which two keys are similar.
-        period: decoded tokens between trims.
+        period: decoded tokens between trims; 0: none while decoding, a run then has room for the longest sequence.
         zero_column0: the official code's treatment of rows without a similar key.
+        ratio: instead of a budget: the fraction of the session's tokens that is kept, max(1, int(length ratio)) at each decision.
         page: tokens a page of the pool.
     """
-    check(window >= 1 and budget > window, f"budget={budget} must be larger than window={window}, and window at least 1")
+    budget, ratio = either(budget, ratio, 4096)
+    check(
+        window >= 1 and (budget is None or budget > window), f"budget={budget} must be larger than window={window}, and window at least 1"
+    )
     check(kernel >= 1 and kernel % 2 == 1, f"kernel={kernel} must be odd: an even width would shift the scores; use {kernel + 1}")
     check(0 <= mix <= 1, f"mix={mix} must lie between 0 and 1")
-    check(period >= 1, f"period={period} must be at least 1 step; a large value trims rarely")
+    check(period >= 0, f"period={period} must be at least 1 step, or 0 for none")
     arguments = dict(budget=budget, window=window, kernel=kernel, mix=mix, threshold=threshold)
-    arguments |= dict(period=period, zero_column0=zero_column0, page=page)
+    arguments |= dict(period=period, zero_column0=zero_column0, ratio=ratio, page=page)
 
     def retention(spec: LayerSpec) -> Retention:
-        return Retention(budget, period, window, lambda c: score(c, kernel, mix, threshold, zero_column0), restart=True)
+        most, at = amount(budget, ratio, spec)
+        rule = lambda c: score(c, kernel, mix, threshold, zero_column0)  # noqa: E731
+        return Retention(most, max(period, 1), window, rule, restart=True, budget_at=at, endless=period == 0)
 
     return composed("rkv", arguments, raw(page), retention, refuses=LOCAL_SETS)

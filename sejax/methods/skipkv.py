@@ -13,8 +13,8 @@ from jax import lax
 
 from sejax.cache.compose import Part
 from sejax.cache.inplace import InPlace
-from sejax.cache.method import check, composed
-from sejax.cache.retention import LOCAL_SETS, Candidates, Retention
+from sejax.cache.method import check, composed, either
+from sejax.cache.retention import LOCAL_SETS, Candidates, Retention, amount
 from sejax.cache.ring import of_slot, recall
 from sejax.cache.storage import raw
 from sejax.kernels import rows as kernel
@@ -38,7 +38,7 @@ class Rule(NamedTuple):
     shortest: int
     longest: int
     sentences: int
-    delimiters: tuple[int, ...]
+    delimiters: tuple[int, ...] | None
 
 
 @functools.lru_cache(maxsize=8)
@@ -230,7 +230,7 @@ class Listening(InPlace):
 
 
 def skipkv(
-    budget: int = 4096,
+    budget: int | None = None,
     sinks: int = 4,
     window: int = 8,
     alpha: float = 0.1,
@@ -244,6 +244,7 @@ def skipkv(
     sentences: int = 256,
     delimiters: tuple[int, ...] | None = None,
     period: int = 128,
+    ratio: float | None = None,
     page: int = 16,
 ) -> Method:
     """Drop first the sentences that a later one repeats, then unimportant and redundant tokens (experimental).
@@ -262,7 +263,7 @@ def skipkv(
     Keeps: budget tokens per kv head and layer after a prompt or trim, at most budget + period.
 
     Args:
-        budget: tokens kept per kv head and layer, sinks and window included.
+        budget: tokens kept per kv head and layer, sinks and window included (default 4096, where ratio is not given).
         sinks: first tokens that are always kept.
         window: latest queries that judge importance; their tokens always stay. It starts anew with each prompt.
         alpha: weight of token redundancy.
@@ -275,27 +276,32 @@ def skipkv(
         longest: tokens of the longest.
         sentences: latest sentences that are remembered, with one hidden state each.
         delimiters: ids of the tokens that end a sentence (default: the tokenizer's line ends, with punctuation or without).
-        period: decoded tokens between trims.
+        period: decoded tokens between trims; 0: none while decoding.
+        ratio: instead of a budget: the fraction of the session's tokens that is kept, max(1, int(length ratio)) at each decision.
         page: tokens a page of the pool.
     """
+    budget, ratio = either(budget, ratio, 4096)
     check(sinks >= 0 and window >= 1, f"sinks={sinks} must be >= 0 and window={window} at least 1")
-    check(budget > window + sinks, f"budget={budget} leaves nothing beside window={window} and sinks={sinks}; give a larger budget")
+    short = f"budget={budget} leaves nothing beside window={window} and sinks={sinks}; give a larger budget"
+    check(budget is None or budget > window + sinks, short)
     check(alpha >= 0 and weight >= 0, f"alpha={alpha} and weight={weight} must be >= 0")
     check(0 < threshold <= 1 and 0 < tau <= 1, f"threshold={threshold} and tau={tau} are cosines: they must lie in (0, 1]")
     check(near >= 1 and segment >= 1, f"near={near} and segment={segment} must be at least 1 token")
     check(1 <= shortest <= longest, f"shortest={shortest} must be at least 1 and at most longest={longest}")
     check(sentences >= 1, f"sentences={sentences} must be at least 1")
     check(delimiters is None or len(delimiters) > 0, "delimiters=() is empty; give the ids of tokens that end a sentence, or leave it out")
-    check(period >= 1, f"period={period} must be at least 1 step; a large value trims rarely")
+    check(period >= 0, f"period={period} must be at least 1 step, or 0 for none")
     delimiters = None if delimiters is None else tuple(delimiters)
     rest: dict[str, Any] = dict(sinks=sinks, alpha=alpha, weight=weight, threshold=threshold, tau=tau, near=near, segment=segment)
     rest |= dict(shortest=shortest, longest=longest, sentences=sentences, delimiters=delimiters)
-    arguments = dict(budget=budget, window=window, **rest, period=period, page=page)
-    rule = Rule(**rest | dict(delimiters=delimiters or ()))
+    arguments: dict[str, Any] = dict(budget=budget, window=window, **rest, period=period, ratio=ratio, page=page)
+    rule = Rule(**rest)
 
     def retention(spec: LayerSpec) -> Retention:
-        check(bool(rule.delimiters), NEEDS)
-        return Retention(budget, period, window, lambda c, repeats: score(c, repeats, rule), restart=True)
+        check(delimiters is not None, NEEDS)
+        most, at = amount(budget, ratio, spec)
+        judge = lambda c, repeats: score(c, repeats, rule)  # noqa: E731
+        return Retention(most, max(period, 1), window, judge, restart=True, budget_at=at, endless=period == 0)
 
     def joint(states: tuple[State, ...], rows: tuple[Rows, ...]) -> dict[str, Array]:
         mean, first, end = (of_slot(states[-1].rows["table"][name], rows[-1]) for name in ("mean", "first", "end"))
@@ -303,7 +309,8 @@ def skipkv(
 
     def fit(model: Any) -> Method:
         check(model.tokenizer is not None, NEEDS)
-        return skipkv(**arguments | dict(delimiters=delimiters_of(model.tokenizer)))
+        found: dict[str, Any] = {"delimiters": delimiters_of(model.tokenizer)}
+        return skipkv(**arguments | found)
 
     kind, later = functools.partial(Listening, rule=rule), None if delimiters else fit
     return composed("skipkv", arguments, raw(page), retention, None, LOCAL_SETS, kind, in_place=True, joint=joint, fit=later)

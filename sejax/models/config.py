@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import pathlib
 from collections.abc import Iterable, Mapping
@@ -41,6 +42,12 @@ class Config:
     def group(self) -> int:
         """Query heads per kv head."""
         return self.heads // self.kv_heads
+
+    @property
+    def digest(self) -> str:
+        """Hex digest of the architecture, whatever file it was read from: the key of what was calibrated for a model."""
+        sizes = (self.vocab_size, self.hidden_size, self.layers, self.heads, self.kv_heads, self.head_dim, self.intermediate_size)
+        return hashlib.blake2b(f"{self.family} {sizes} {self.rope.theta:g}".encode(), digest_size=8).hexdigest()
 
 
 def parse(given: Mapping[str, Any], where: str, generation: Mapping[str, Any] | None = None) -> Config:

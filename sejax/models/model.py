@@ -52,11 +52,11 @@ def logits(model: Model, tokens: Array) -> Array:
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     x = decoder.embed(params, config, tokens)
     for p, spec in zip(params["layers"], decoder.specs(config, model.dtype), strict=True):
-        x, _ = decoder.layer(p, config, spec, x, positions, _causal)
+        x, _ = decoder.layer(p, config, spec, x, positions, causal)
     return decoder.head(params, config, x)
 
 
-def _causal(qkv: Qkv) -> tuple[Array, None]:
+def causal(qkv: Qkv) -> tuple[Array, None]:
     """Causal attention in blocks of queries, so that scores need O(T * block) memory."""
     rows, length = qkv.k.shape[:2]
     block = min(length, QUERY_BLOCK)

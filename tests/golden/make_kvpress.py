@@ -1,11 +1,11 @@
 """Makes kvpress/*.npz: what kvpress keeps of each text of bench/parity.py, and how the pruned model then scores the gold answer.
 
 Run by hand, in an environment with torch 2.13 and kvpress 0.5.5, after `python -m bench.parity export FOLDER`:
-python tests/golden/make_kvpress.py FOLDER [NAME ...]
+python tests/golden/make_kvpress.py FOLDER [check] [NAME ...]
 
 One dense pass a text; kvpress's own `score` and `compress` run on its tensors in every layer. Then all variants answer at once: a
-batch of the same tokens, each reading what it kept through a mask. `check` compares that with kvpress's usual way, token by token
-over a pruned cache.
+batch of the same tokens, each reading what it kept through a mask. `check` also compares that with kvpress's usual way, token by
+token over a pruned cache.
 """
 
 import hashlib
@@ -202,9 +202,9 @@ def check(model, variants, text, store):
         assert (ours - theirs).abs().max() < 1e-3, v.name
 
 
-def record(model, tokenizer, text, full):
+def record(model, tokenizer, text, full, checked):
     context, tail = text["context"], text["tail"]
-    variants = [Variant(m, len(context) // part, len(context)) for m in PRESSES for part in PARTS if m != "kvzip" or len(context) <= 2048]
+    variants = [Variant(m, len(context) // part, len(context)) for m in PRESSES for part in PARTS if m != "kvzip" or text["replays"]]
     zips = [v for v in variants if v.method == "kvzip"]
     store = collect(model, context, [v for v in variants if v not in zips])
     extra = replay(model, tokenizer, context, store, zips) if zips else {}
@@ -213,7 +213,9 @@ def record(model, tokenizer, text, full):
         some = variants[first : first + 8]
         seen = lambda i, some=some: torch.stack([v.visible(i, len(tail)) for v in some])  # noqa: E731
         logits.append(answer(model, len(context), tail, store, seen).log_softmax(-1))
-    logits.append(answer(model, len(context), tail, store, lambda i: torch.ones(1, 3, len(tail), len(context), dtype=torch.bool)).log_softmax(-1))
+    logits.append(
+        answer(model, len(context), tail, store, lambda i: torch.ones(1, 3, len(tail), len(context), dtype=torch.bool)).log_softmax(-1)
+    )
     logits = torch.cat(logits)
     gold = torch.tensor(tail[1:])[None, :, None].expand(len(logits), -1, -1)
     kept = torch.stack([torch.stack(v.kept) for v in variants]).numpy()  # [V,L,H,T]
@@ -232,7 +234,7 @@ def record(model, tokenizer, text, full):
     np.savez_compressed(HERE / f"{text['name']}.npz", **found, **extra, **(bits if text["bits"] else {}))
     np.savez_compressed(full / f"{text['name']}.npz", **bits)
     print(text["name"], len(at), "near", (HERE / f"{text['name']}.npz").stat().st_size, "bytes", flush=True)
-    if text["bits"]:
+    if checked:
         check(model, [v for v in variants if v.count == len(context) // 2], text, store)
 
 
@@ -241,7 +243,7 @@ def digest(kept):
 
 
 def main(folder, *names):
-    torch.set_num_threads(2)
+    checked, names = "check" in names, [name for name in names if name != "check"]
     path = pathlib.Path(folder)
     model = transformers.LlamaForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     transformers.logging.set_verbosity_error()
@@ -249,9 +251,9 @@ def main(folder, *names):
     full = path / "full"
     full.mkdir(exist_ok=True)
     HERE.mkdir(exist_ok=True)
-    for text in json.loads((path / "texts.json").read_text()):
-        if not names or text["name"] in names:
-            record(model, tokenizer, text, full)
+    texts = {text["name"]: text for text in json.loads((path / "texts.json").read_text())}
+    for text in [texts[name] for name in names or texts]:
+        record(model, tokenizer, text, full, checked)
 
 
 if __name__ == "__main__":

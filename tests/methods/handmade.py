@@ -39,8 +39,8 @@ def vectors(name: str) -> dict[str, dict]:
     return {c["name"]: {k: numbers(c[k]) for k in ("params", "inputs", "expected")} for c in cases}
 
 
-def spec_of(heads: int, group: int, dim: int, index: int = 0, layers: int = 1) -> LayerSpec:
-    return LayerSpec(index, layers, heads, group, dim, jnp.dtype("float32"), Rope(dim))
+def spec_of(heads: int, group: int, dim: int, index: int = 0, layers: int = 1, max_len: int = 0) -> LayerSpec:
+    return LayerSpec(index, layers, heads, group, dim, jnp.dtype("float32"), Rope(dim), max_len=max_len)
 
 
 def window_mass(q: np.ndarray, k: np.ndarray, window: int) -> jax.Array:
@@ -60,7 +60,7 @@ class Sequence:
 
     def __init__(self, spec: str, heads: int, group: int, dim: int, longest: int, index: int = 0, layers: int = 1) -> None:
         self.method = methods.method(spec)
-        self.spec = spec_of(heads, group, dim, index, layers)
+        self.spec = spec_of(heads, group, dim, index, layers, longest)
         self.layer: LayerMethod = self.method.layer(self.spec, None)
         width = self.layer.pages(self.layer.run(longest))
         self.table = jnp.arange(2 * width, dtype=jnp.int32).reshape(2, width)[::-1]

@@ -35,7 +35,8 @@ def test_version_1_scores_blocks_and_output():
     """The vector: per query head, no correction, blocks of 2."""
     q, k, v = (CASE["inputs"][n] for n in "qkv")
     params, expected = CASE["params"], CASE["expected"]
-    rule = Rule(params["alpha"], 2, 2, params["attention_sink_blocks"], params["window_blocks"], params["last_n_blocks_full"], 0, True, False)
+    edges = (params[name] for name in ("attention_sink_blocks", "window_blocks", "last_n_blocks_full"))
+    rule = Rule(params["alpha"], 2, 2, *edges, shortest=0, apart=True, correction=False)
     view = listed(k, v, 2)
     query = jnp.moveaxis(jnp.asarray(q, jnp.float32).reshape(1, 2, 2, 16, 2), 3, 1)
     zero = jnp.zeros(1, jnp.int32)
@@ -105,7 +106,7 @@ def test_random_calls_equal_the_formula(apart):
     @settings(max_examples=60, deadline=None, derandomize=True)
     @given(st.integers(0, 2**32 - 1), st.integers(0, 14), st.integers(1, 32), st.booleans())
     def check(seed, begin, total, ties):
-        (q, k, v), new = new_tokens(np.random.default_rng(seed), 0, LONGEST)
+        (_, k, v), new = new_tokens(np.random.default_rng(seed), 0, LONGEST)
         if ties:
             k = np.round(k)
             new = new._replace(k=k.swapaxes(0, 1))
@@ -185,6 +186,7 @@ def test_with_what_keeps_and_reads_everything_it_stays_itself():
         ("flashprefill:alpha=0.1,block=24,page=16", "block=24 must be a multiple of page=16"),
         ("flashprefill:alpha=0.1,tile=0", "tile=0"),
         ("flashprefill:alpha=0.1 + flashprefill:alpha=0.2", "both decide how a prompt is read"),
+        ("flashprefill:alpha=0.1 + h2o:prefill_budget=8192", "leave out prefill_budget"),
         ("flashprefill:alpha=0.1 + streamingllm:prefill=window", "use prefill=dense"),
     ],
 )

@@ -99,5 +99,9 @@ def test_period_2_and_a_second_turn():
 def test_bad_arguments():
     with pytest.raises(ValueError, match="budget=4 must be larger than recent=4"):
         factory(budget=4, recent=4)
-    with pytest.raises(ValueError, match="period=0"):
-        factory(period=0)
+    with pytest.raises(ValueError, match="period=-1"):
+        factory(period=-1)
+    with pytest.raises(ValueError, match="prefill_budget=10 is smaller than budget=12"):
+        factory(budget=12, prefill_budget=10)
+    with pytest.raises(ValueError, match="prefill_budget=64 goes with a budget"):
+        factory(ratio=0.5, prefill_budget=64)

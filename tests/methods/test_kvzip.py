@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sejax
-from sejax import functional
+from sejax import functional, methods
 from sejax.methods import kvzip as factory
 from sejax.methods.kvzip import passes, probability, split
+from sejax.models import model as dense
 from sejax.types import Qkv, Rows
 from tests.methods.handmade import QUICK, spec_of, vectors
 from tests.models.tiny import tiny_model
@@ -303,12 +305,39 @@ def test_the_wording_comes_from_the_tokenizer_and_its_template():
         (dict(instruction_ids=(1, -2)), "must be ids >= 0"),
         (dict(instruction_ids=(1, -1, 2, -1, 3, -1, 4)), "at most 3 parts"),
         (dict(mode="head", scores=(-0.5,)), "numbers >= 0"),
-        (dict(mode="head", scores="nowhere.json"), "scores=nowhere.json cannot be read"),
     ],
 )
 def test_bad_arguments(arguments, sentence):
     with pytest.raises(ValueError, match=sentence):
         factory(**arguments)
+
+
+def test_head_scores_are_measured_and_read(tmp_path):
+    """calibrate, on two texts with two chunks each, equals the oracle's pair scores' maxima; its file makes a method."""
+    texts = [np.random.default_rng(seed).integers(0, 101, size).tolist() for seed, size in ((1, 14), (2, 14))]
+    measured = methods.calibration("kvzip", chunk="6", sinks="2", tail="3", instruction_ids="(5,6,-1,7)")(trace, [*texts, [1]])
+    best = np.zeros((LAYERS, HEADS))
+    for text in texts:
+        arguments = dict(factory(ratio=0.5, chunk=6, sinks=2, tail=3, instruction_ids=(5, 6, -1, 7)).arguments)
+        oracle = Transformer(MODEL.params, MODEL.config, [Oracle(i, LAYERS, HEADS, **arguments) for i in range(LAYERS)])
+        oracle.run(text, True)
+        best = np.maximum(best, oracle.layers[-1].scores_seen.max(-1))
+    np.testing.assert_allclose(measured["scores"], best, atol=1e-5)
+    file = tmp_path / "heads.json"
+    file.write_text(json.dumps(measured | {"config": MODEL.config.digest}))
+    method = factory(mode="head", ratio=0.6, scores=str(file)).fitted(MODEL)
+    assert method == factory(mode="head", ratio=0.6, scores=tuple(np.ravel(measured["scores"]).tolist()))
+    assert sum(map(len, str(method))) < 200 and method.fit is None
+    with pytest.raises(ValueError, match="was made for another model"):
+        factory(mode="head", scores=str(file)).fitted(tiny_model(layers=1))
+    with pytest.raises(ValueError, match=r"is not a file that can be read \(FileNotFoundError"):
+        factory(mode="head", scores=str(tmp_path / "none")).fitted(MODEL)
+    with pytest.raises(ValueError, match="longer than the 4 sinks"):
+        methods.calibration("kvzip", instruction_ids=(1,))(trace, [[1, 2]])
+
+
+def trace(ids):
+    return dense.trace(MODEL, jnp.asarray(ids, jnp.int32)[None])
 
 
 def test_scores_must_fit_the_model():

@@ -108,10 +108,10 @@ def test_metadata_after_each_append():
 PAGES, PAGE, HEADS, GROUP, DIM = 6, 4, 2, 3, 4
 
 
-@pytest.mark.parametrize("heads", ["each", "shared"])
-def test_random_ragged_rows_equal_the_formula(heads):
-    """Heads with different numbers of rows, a partial last page, more budget than pages, ties."""
-    run = jax.jit(lambda q, low, high, table, n: pages_read(q, low, high, table, n, 3 * PAGE, PAGE, heads))
+@pytest.mark.parametrize(("heads", "top_p"), [("each", 1.0), ("shared", 1.0), ("each", 0.6)])
+def test_random_ragged_rows_equal_the_formula(heads, top_p):
+    """Heads with different numbers of rows, a partial last page, more budget than pages, ties, fewer pages than the budget."""
+    run = jax.jit(lambda q, low, high, table, n: pages_read(q, low, high, table, n, 3 * PAGE, PAGE, heads, top_p))
     built = jax.jit(kernel.page_bounds)
 
     @settings(max_examples=100, deadline=None, derandomize=True)
@@ -132,7 +132,7 @@ def test_random_ragged_rows_equal_the_formula(heads):
         wanted = [oracle.bound(h, q[0, h].astype(np.float32)) for h in range(HEADS)]
         wanted = [list(np.max(wanted, axis=0))] * 2 if heads == "shared" else wanted
         for h in range(HEADS):
-            pages = chosen(wanted[h], 3)
+            pages = chosen(wanted[h], 3, top_p, DIM)
             read = sum(min(PAGE, n[h] - page * PAGE) for page in pages)
             assert int(picked.length[0, h]) == read
             assert np.asarray(picked.ids[0, h, : len(pages)]).tolist() == [int(table[0, page]) * HEADS + h for page in pages]
@@ -164,6 +164,7 @@ def test_truncation_recomputes_the_last_pages_bounds():
         (dict(budget=100), "budget=100 must be a multiple of page=16; use 96"),
         (dict(page=0), "page=0 must be at least 1"),
         (dict(dense_layers=-1), "dense_layers=-1"),
+        (dict(top_p=0), "top_p=0 must lie in"),
     ],
 )
 def test_bad_arguments(arguments, sentence):

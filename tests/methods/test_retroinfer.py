@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from sejax import methods
 from sejax.cache import clusters
 from sejax.cache.clusters import Job, Most, cluster
-from sejax.kernels.attention import attention
+from sejax.kernels import gpu_attend
+from sejax.kernels.attention import attend, attention
 from sejax.methods import retroinfer as factory
 from sejax.methods.retroinfer import Clustered, Rule, limits
 from sejax.types import Qkv, Rows, State
@@ -206,6 +207,12 @@ class Talk:
         self.length += 1
         return np.stack([np.asarray(out), expected])
 
+    def views(self, q: jax.Array) -> tuple:
+        """What a step with this query reads."""
+        rows = Rows(*(jnp.ones(1, jnp.int32),) * 3, self.table[1:], jnp.zeros((1, 1), jnp.int32))
+        read = lambda state: self.layer.decode.before_attention(state, Qkv(q, q, q, q, q), None, rows)[0]  # noqa: E731
+        return jax.jit(read, compiler_options=QUICK)(self.state)
+
     def truncate(self, length: int) -> None:
         self.state, self.length = self.calls[3](self.state, length), length
 
@@ -281,13 +288,23 @@ def test_what_does_not_fit_the_exact_list_is_estimated():
     talk = Talk(3, "equal keys")
     talk.prompt(27, TURN)
     assert [len(c) for c in talk.members()[0] if c] == [22]
-    layer, rows = talk.layer.seal.__self__, Rows(*(jnp.ones(1, jnp.int32),) * 3, talk.table[1:], jnp.zeros((1, 1), jnp.int32))
-    q = jnp.ones((1, 1, HEADS, GROUP, DIM))
-    near, far, _ = layer.read(talk.state, Qkv(q, q, q, q, q), None, rows)[0]
+    near, far, _ = talk.views(jnp.ones((1, 1, HEADS, GROUP, DIM)))
     assert near.length.tolist() == [[2, 2]] and far.first.tolist() == [[0, 0]] and far.length.tolist() == [[1, 1]]
     out, expected = talk.token()
     np.testing.assert_allclose(out, expected, atol=2e-5)
     np.testing.assert_allclose(out[0, 0], np.mean([talk.oracle.v[p][0] for p in range(28)], axis=0), atol=2e-5)
+
+
+def test_the_cards_kernels_read_the_views_alike():
+    """Interpreted: lists by head, of single tokens, with a bias."""
+    talk = Talk(4)
+    talk.prompt(27, TURN)
+    q = jnp.asarray(talk.draw(1).q)[None]
+    views = talk.views(q)
+    assert len(views) == 3 and all((view.length > 0).all() for view in views)
+    for view in views:
+        for a, b in zip(gpu_attend.attend(q, view), attend(q, view), strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-5)
 
 
 @pytest.mark.parametrize(("length", "updates"), [(35, 3), (30, 2), (24, 1), (20, 0)])

@@ -228,7 +228,8 @@ def test_without_a_tokenizer_delimiters_must_be_given():
         (dict(delimiters=()), "delimiters=\\(\\) is empty"),
         (dict(near=0), "near=0"),
         (dict(sentences=0), "sentences=0"),
-        (dict(period=0), "period=0"),
+        (dict(period=-1), "period=-1"),
+        (dict(budget=20, ratio=0.5), "both given"),
     ],
 )
 def test_bad_arguments(arguments, sentence):

@@ -11,7 +11,7 @@ from sejax.cache.retention import Candidates, best
 from sejax.methods import snapkv as snapkv_factory
 from sejax.methods.snapkv import score
 from tests.methods.handmade import Sequence, vectors, window_mass
-from tests.oracles.snapkv import pooled
+from tests.oracles.snapkv import by_chunk, pooled
 from tests.oracles.transformer import softmax
 
 CASES = vectors("snapkv")
@@ -89,6 +89,32 @@ def test_through_the_seal(name, budget):
 WIDTH, HEADS, GROUP = 24, 2, 3
 
 
+def test_chunks_have_the_mean_of_their_candidates():
+    run = jax.jit(lambda seen, total, window: score(Candidates(total, seen, window), 0, 1, "max", "each", 4))
+
+    @settings(max_examples=50, deadline=None, derandomize=True)
+    @given(st.integers(0, 2**32 - 1), st.integers(1, WIDTH), st.integers(1, 6))
+    def check(seed, total, window):
+        seen, window = np.random.default_rng(seed).random((1, HEADS, GROUP, WIDTH)).astype(np.float32), min(window, total)
+        found = np.asarray(run(seen, np.full((1, HEADS), total, np.int32), np.asarray([window], np.int32)))[0]
+        for head in range(HEADS):
+            before = seen[0, head].mean(0)[: total - window]
+            np.testing.assert_allclose(found[head, : total - window], by_chunk(before, 4), rtol=1e-5)
+            assert np.all(found[head, total - window : total] == np.inf)
+
+    check()
+
+
+def test_whole_chunks_stay():
+    rng = np.random.default_rng(0)
+    sequence = Sequence("snapkv:budget=18,window=2,chunk=4,slack=2,page=4", 2, 2, 4, 64)
+    sequence.prompt(*(2 * rng.standard_normal((n, 50, 4)) for n in (4, 2, 2)))
+    for held in sequence.kept:
+        assert held[-2:] == [48, 49]
+        assert {p // 4 for p in held[:-2]} == {p // 4 for p in held[:-2:4]} and [p % 4 for p in held[:-2]] == [0, 1, 2, 3] * 4
+    assert sequence.kept[0] != sequence.kept[1]
+
+
 @pytest.mark.parametrize("pooling", ["avg", "max"])
 @pytest.mark.parametrize("heads", ["each", "shared"])
 def test_random_cases_equal_the_formula(pooling, heads):
@@ -130,6 +156,8 @@ def test_softmax_of_the_vectors_is_the_kernels():
     [
         (dict(budget=32, window=32), "budget=32 leaves nothing beside window=32"),
         (dict(kernel=4), "kernel=4 must be odd"),
+        (dict(chunk=0), "chunk=0 must be at least 1"),
+        (dict(budget=1000, chunk=16), "budget=1000 minus window=32, and sinks=0, must be multiples of chunk=16"),
         (dict(window=0), "window=0"),
         (dict(slack=0), "slack=0"),
         (dict(pooling="sum"), "pooling='sum'"),

@@ -37,7 +37,7 @@ def test_steps(name, field, protect):
 
 
 def test_bad_arguments():
-    with pytest.raises(ValueError, match="period=0 must be at least 1"):
-        factory(period=0)
+    with pytest.raises(ValueError, match="period=-1 must be at least 1"):
+        factory(period=-1)
     with pytest.raises(ValueError, match="budget=0"):
         factory(budget=0)

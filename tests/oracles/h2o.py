@@ -9,7 +9,7 @@ from tests.oracles.transformer import Evicting, New
 
 
 class Oracle(Evicting):
-    recent: int
+    recent: int | None
     prefill_budget: int | None
 
     def __init__(self, index: int, layers: int, heads: int, **arguments: Any) -> None:
@@ -41,5 +41,6 @@ class Oracle(Evicting):
     def score(self, head: int, window: int) -> np.ndarray:
         held = self.kept[head]
         score = np.array([self.received[head][p] / (len(self.k) - p if self.normalise else 1) for p in held])
-        score[len(held) - self.recent :] = np.inf
+        recent = self.rows // 2 if self.recent is None else self.recent
+        score[max(0, len(held) - recent) :] = np.inf
         return score

@@ -24,9 +24,18 @@ class Oracle(snapkv.Oracle):
 
     def __init__(self, index: int, layers: int, heads: int, **arguments: Any) -> None:
         super().__init__(index, layers, heads, **arguments)
-        self.place = (self.budget, self.window, layers, index, self.beta)
-        counts = [official(total, *self.place) for total in range(1000)]
-        self.budget = max(counts) if self.schedule == "official" else counts[-1]
+        self.place = (self.window, layers, index, self.beta)
+        if self.ratio:
+            return
+        counts = [official(total, self.budget, *self.place) for total in range(1000)]
+        self.mean, self.budget = self.budget, max(counts) if self.schedule == "official" else counts[-1]
 
     def quota(self, total: int) -> int:
-        return official(total, *self.place) if self.schedule == "official" else self.budget
+        return official(total, self.mean, *self.place) if self.schedule == "official" else self.rows
+
+    @property
+    def rows(self) -> int:
+        if not self.ratio:
+            return self.budget
+        mean, length = super().rows, len(self.k)
+        return official(length if self.schedule == "official" else 2 * mean, mean, *self.place) if mean > self.window else mean

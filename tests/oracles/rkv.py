@@ -40,7 +40,8 @@ class Oracle(Evicting):
 
     def trim(self, new: New) -> None:
         self.available = min(self.window, self.available + 1)
-        self.evict(self.available, self.budget + self.slack)
+        if self.slack:
+            self.evict(self.available, self.rows + self.slack)
 
     def score(self, head: int, window: int) -> np.ndarray:
         keys = np.stack([self.k[p][head] for p in self.kept[head]])

@@ -54,15 +54,14 @@ def segment_penalty(keys: np.ndarray, segment: int, tau: float) -> np.ndarray:
 class Oracle(Evicting):
     def __init__(self, index: int, layers: int, heads: int, **arguments: Any) -> None:
         super().__init__(index, layers, heads, **arguments)
-        self.slack, self.available, self.limit = self.period, 0, None
+        self.slack, self.available, self.first = self.period, 0, False
         self.tokens, self.hidden, self.penalty = [], [], {}
 
     def seal(self, new: New) -> None:
-        self.available = min(self.window, len(new.pos))
-        self.limit = None if new.pos[0] == 0 else self.budget + self.slack
+        self.available, self.first = min(self.window, len(new.pos)), new.pos[0] == 0
 
     def trim(self, new: New) -> None:
-        self.available, self.limit = min(self.window, self.available + 1), self.budget + self.slack
+        self.available, self.first = min(self.window, self.available + 1), False
 
     def finish(self, layers: list[Layer], tokens: list[int], hidden: np.ndarray, prompt: bool) -> None:
         if self.index < self.layers - 1:
@@ -74,7 +73,8 @@ class Oracle(Evicting):
         by_position = {p: x for (a, b), x in zip(told, penalty, strict=True) for p in range(a, b)}
         for layer in layers:
             layer.penalty = by_position
-            layer.evict(layer.available, layer.limit)
+            if prompt or self.slack:  # 0: never while decoding
+                layer.evict(layer.available, None if layer.first else layer.rows + max(self.slack, 1))
 
     def score(self, head: int, window: int) -> np.ndarray:
         held = self.kept[head]

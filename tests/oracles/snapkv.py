@@ -13,7 +13,13 @@ def pooled(score: np.ndarray, kernel: int, kind: str) -> np.ndarray:
     return np.array([score[max(0, i - half) : i + half + 1].max() for i in range(len(score))])
 
 
+def by_chunk(score: np.ndarray, chunk: int) -> np.ndarray:
+    return np.array([score[i - i % chunk : i - i % chunk + chunk].mean() for i in range(len(score))])
+
+
 class Oracle(Evicting):
+    chunk: int | None = None
+
     """score = pool(group mean of the window's summed attention); "shared": the largest over all query heads."""
 
     def score(self, head: int, window: int) -> np.ndarray:
@@ -26,7 +32,8 @@ class Oracle(Evicting):
     def joined(self, scores: list[np.ndarray]) -> list[np.ndarray]:
         if self.heads_mode == "shared":
             scores = [np.max(scores, axis=0)] * self.heads
-        return [self.protect(pooled(s, self.kernel, self.pooling), len(held)) for s, held in zip(scores, self.kept, strict=True)]
+        smooth = [by_chunk(s, self.chunk) if self.chunk else pooled(s, self.kernel, self.pooling) for s in scores]
+        return [self.protect(s, len(held)) for s, held in zip(smooth, self.kept, strict=True)]
 
     def protect(self, score: np.ndarray, held: int) -> np.ndarray:
         full = np.full(held, np.inf)

@@ -104,15 +104,22 @@ class Evicting(Layer):
     budget: int
     slack: int
     window: int = 0
+    ratio: float | None = None
 
     def seal(self, new: New) -> None:
-        self.evict(min(self.window, len(new.pos)), None if new.pos[0] == 0 else self.budget + self.slack)
+        self.evict(min(self.window, len(new.pos)), None if new.pos[0] == 0 else self.rows + max(self.slack, 1))
 
     def trim(self, new: New) -> None:
-        self.evict(self.window, self.budget + self.slack)
+        if self.slack:  # 0: never while decoding
+            self.evict(self.window, self.rows + self.slack)
+
+    @property
+    def rows(self) -> int:
+        """Rows kept at the present logical length."""
+        return max(1, int(len(self.k) * self.ratio)) if self.ratio else self.budget
 
     def quota(self, total: int) -> int:
-        return self.budget
+        return self.rows
 
     def evict(self, window: int, limit: int | None) -> None:
         """limit: held rows from which on a head evicts; None: whenever it holds more than it may keep."""

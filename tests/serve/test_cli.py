@@ -7,8 +7,10 @@ import sys
 
 import pytest
 
-from sejax.serve import cli, console
-from tests.serve.fake import FakeEngine
+from sejax import methods
+from sejax.serve import calibrate, cli, console
+from tests.models.tiny import tiny_model
+from tests.serve.fake import FakeEngine, FakeTokenizer
 
 
 @pytest.fixture
@@ -117,6 +119,12 @@ def test_methods(capsys):
         (["generate", "x", "--max-toekns", "1"], "unknown argument --max-toekns (did you mean --max-tokens?)"),
         (["serve", "--port", "99999"], "port between 0 and 65535"),
         (["serve", "--slots", "0"], "whole number of at least 1"),
+        (["calibrate", "snapkv", "-o", "x"], "snapkv needs no calibration"),
+        (["calibrate", "omnikv", "-o", "x", "--observrs", "3"], "no option --observrs. Did you mean 'observers'?"),
+        (["calibrate", "omnikv", "-o", "x", "--observers"], "'--observers' is not an option with a value"),
+        (["calibrate", "omnikv", "-o", "x", "3"], "'3' is not an option with a value"),
+        (["calibrate", "omnikv", "-o", "/nowhere/x"], "its folder does not exist"),
+        (["calibrate", "omnikv"], "--output"),
         (["serve", "--sse-keep-alive-interval", "nan"], "seconds above 0"),
         (["srve"], "invalid choice: 'srve'"),
         ([], "COMMAND"),
@@ -125,6 +133,22 @@ def test_methods(capsys):
 def test_mistakes_are_one_sentence(engine, capsys, arguments, sentence):
     err = run(capsys, *arguments, code=2)
     assert sentence in err and err.count("\n") == 1
+
+
+def test_calibrate_writes_what_a_method_measured(capsys, monkeypatch, tmp_path):
+    model = tiny_model(layers=3, vocab=271).replace(tokenizer=FakeTokenizer())
+    monkeypatch.setattr(calibrate, "load", lambda source, dtype, progress: model)
+    monkeypatch.setattr(FakeTokenizer, "encode", lambda self, text, bos=False: list(text.encode()))
+    text, file = tmp_path / "text.txt", tmp_path / "found.json"
+    text.write_text("A wheel turns and turns, and what it ground is flour. " * 4)
+    out = run(capsys, "calibrate", "omnikv", "--observers", "2", "--wait=0", "--length", "100", "--texts", str(text), "-o", str(file))
+    told = json.loads(file.read_text())
+    assert told["config"] == model.config.digest and len(told["observers"]) == 2 and told["tokens"] == 200 and str(told["observers"]) in out
+    assert dict(methods.method(f"omnikv:observers={file}").fitted(model).arguments)["observers"] == tuple(told["observers"])
+    run(capsys, "calibrate", "omnikv", "--dense", "0", "--length", "64", "-o", str(file))  # without texts: the methods' documentation
+    assert json.loads(file.read_text())["observers"] == [0, 1, 2] and "none has 31" in run(
+        capsys, "calibrate", "omnikv", "--length", "30", "-o", str(file), code=2
+    )
 
 
 @pytest.mark.parametrize("spec", ["snapkb:budget=1", "snapkv:bugdet=1", "snapkv:budget=x", "snapkv:budget=0"])

@@ -1,0 +1,48 @@
+"""What kvpress keeps and answers on a real model, from the same weights: tests/golden/kvpress against sejax.
+
+The issue's criteria: sets equal but for tokens within 1e-4 of the limit, mean Jaccard .999; log-probabilities of the answer within
+5e-3 where sets are equal; arg-maxes equal in 99.5 %; at most one in 100 texts up to 2K answered otherwise.
+"""
+
+import pytest
+
+from bench import parity
+from bench.needles import case
+from sejax.models import load
+
+TEXTS = [key for key in (*parity.SHORT, *parity.MIDDLE, *parity.LONG) if (parity.GOLDEN / f"{key[0]}-{key[1]}-{key[2]}.npz").exists()]
+METHODS = [name for name in parity.SPECS if name != "full"]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load(parity.MODEL, progress=False)
+
+
+@pytest.fixture(scope="module")
+def short(model):
+    """One text, an eighth of it kept: method -> its line."""
+    return {x.method: x for x in parity.compare(model, case(model.tokenizer, *parity.SHORT[0]), parts=[8])}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_short_text(short, method):
+    line = short[method]
+    assert line.far == 0 and line.jaccard >= 0.999 and line.heads == 90
+    assert line.agree == line.total and line.found == line.expected
+    assert line.near or line.worst <= 5e-3
+
+
+def test_nothing_dropped(short):
+    assert short["full"].worst <= 1e-3 and short["full"].found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_every_text(model):
+    lines = [line for key in TEXTS for line in parity.compare(model, case(model.tokenizer, *key))]
+    found = parity.summary(lines)
+    assert found["far_heads"] == 0 and found["jaccard"] >= 0.999, found
+    assert found["worst_dlogp_equal"] <= 5e-3 and found["argmax"] >= 0.995, found
+    assert found["flips"] <= 0.01 * found["pairs"], found
+    assert len(found["full_accuracy"]) == 2 and {line.method for line in lines} == set(parity.SPECS)
