@@ -72,9 +72,10 @@ def spec(golden: dict[str, np.ndarray], v: int, length: int) -> tuple[str, int, 
     method, _, count = str(golden["names"][v]).partition("/")
     n = int(count or 0)
     listed = lambda numbers: "(" + ",".join(map(str, numbers)) + ")"  # noqa: E731
-    counts = listed(golden["counts"][v, :, 0]) if n else ""
+    counts = golden["counts"][v, :, 0] if n else np.zeros(1)
+    form = SPECS["snapkv" if method == "pyramidkv" and len({*counts}) == 1 else method]  # where kvpress's pyramid is flat, it says so
     ids = listed(golden.get("instruction", ()))
-    return method, n, SPECS[method].format(n=n, recent=n - 4, counts=counts, ratio=(n + 0.5) / length, ids=ids)
+    return method, n, form.format(n=n, recent=n - 4, counts=listed(counts), ratio=(n + 0.5) / length, ids=ids)
 
 
 def compare(model: sejax.Model, text: Case, methods: Iterable[str] | None = None, parts: Iterable[int] | None = None) -> list[Line]:

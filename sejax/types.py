@@ -193,6 +193,10 @@ class Method:
     passes: Passes | None = dataclasses.field(default=None, compare=False, repr=False)
     fit: Callable[[Any], Method] | None = dataclasses.field(default=None, compare=False, repr=False)
 
+    def __post_init__(self) -> None:
+        if (self.joint or self.passes) and self.order != "chunk":
+            raise ValueError(f"{self.name}: joint and passes need all layers unsealed: give the method order='chunk'")
+
     def fitted(self, model: Any) -> Method:
         """The method to use with this model; ValueError where an argument must be given and the model does not tell it."""
         return self.fit(model) if self.fit else self

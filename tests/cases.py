@@ -97,6 +97,12 @@ CASES = (
         "kvzip:ratio=1 + quest:budget=128",
         variant=True,
     ),
+    Case(
+        "flashprefill:alpha=0.6,block=4,tile=4,sinks=1,window=1,last=1,shortest=0 + kvzip:ratio=0.4,chunk=8,instruction_ids=(5,6),page=4",
+        "flashprefill:alpha=0,block=16,tile=4,shortest=0 + kvzip:ratio=1",
+        variant=True,
+        chunked=True,
+    ),
     Case("tova:budget=12,page=4", "tova:budget=128"),
     Case("tova:budget=11,period=3,protect_last=true,page=4", "tova:budget=128,period=9", variant=True),
     Case("tova:ratio=0.3,period=2,page=4", "tova:ratio=1", variant=True),

@@ -58,12 +58,12 @@ def energies(q: Array, views: tuple[AttentionView, ...], means: list[tuple[Array
     sees = []
     for view, (k, _) in zip(views, means, strict=True):
         length, end = tiles.lengths(view), (jnp.arange(k.shape[2], dtype=jnp.int32) + 1) * size
-        seen = (end <= length[..., None])[:, None, None]  # [R,1,1,H,B]
+        until = length[:, None, None]  # tokens, from the first listed, whose whole blocks count: [R,tiles,width or 1,H]
         if view.own is not None:
-            at = query if rule.apart else jnp.broadcast_to(jnp.maximum(query[..., :1], 0) - 1, query.shape)
-            row = (length - view.own[:, None])[:, None, None] + at[..., None]  # row of the last token that counts as seen
-            seen = (end <= row[..., None] + 1) & ((query >= 0) & (query < view.own[:, None, None]))[..., None, None]
-        sees.append(jnp.broadcast_to(seen, (*query.shape, *seen.shape[3:])))
+            at = query + 1 if rule.apart else jnp.maximum(query[..., :1], 0)
+            until = until - view.own[:, None, None, None] + at[..., None]
+        seen = end <= until[..., None]
+        sees.append(jnp.broadcast_to(seen, (*query.shape[:2], *seen.shape[2:])))
     own = next(view.own for view in views if view.own is not None)
     real = (query >= 0) & (query < own[:, None, None])
     asked = [tiles.split(q if view.q is None else view.q, tiling.lead, width) for view in views]
@@ -98,11 +98,12 @@ def chosen(views: tuple[AttentionView, ...], energy: list[Array], rule: Rule, ti
     base = (tiles.lengths(views[at]) - own[:, None])[:, None]  # [R,1,H] row of the call's first query
     first = base + jnp.maximum(number * rule.width - tiling.lead[:, None], 0)[..., None]
     end = base + jnp.clip((number + 1) * rule.width - tiling.lead[:, None], 0, own[:, None])[..., None]
+    some = (first < end)[..., None]  # the tile has queries
     near = starts[at][:, None] + first // size - rule.window  # [R,tiles,H] the last block outside the window
     for view, share, start in zip(views, energy, starts, strict=True):
         block = jnp.arange(share.shape[-1], dtype=jnp.int32)
         reach, seen = (end, first) if view.own is not None else (tiles.lengths(view)[:, None],) * 2
-        there, past = block * size < reach[..., None], (block + 1) * size <= seen[..., None]
+        there, past = some & (block * size < reach[..., None]), (block + 1) * size <= seen[..., None]
         joint = start[:, None, :, None] + block
         wanted = (share >= rule.alpha) | (joint < rule.sinks) | (joint > near[..., None]) | tiling.whole[..., None, None]
         keep.append(there & (wanted | ~past))

@@ -49,7 +49,7 @@ class Trace:
         self.model, self.tokenizer = loaded, loaded.tokenizer
 
     def __call__(self, ids: Sequence[int]) -> Iterator[tuple[LayerSpec, Qkv]]:
-        return model.trace(self.model, jnp.asarray(ids, jnp.int32)[None])
+        return functional.trace(self.model, jnp.asarray(ids, jnp.int32)[None])
 
 
 def pieces(loaded: Model, files: Sequence[str], length: int) -> list[list[int]]:

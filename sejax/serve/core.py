@@ -16,13 +16,12 @@ import numpy as np
 from sejax.cache.chain import Index
 from sejax.serve.device import Device
 from sejax.serve.live import record
-from sejax.serve.pages import Pages
 from sejax.serve.request import Finish, Mark
+from sejax.serve.runs import Runs
 from sejax.serve.sampling import GREEDY_BELOW
 from sejax.serve.schedule import Parked, Room, Waiting, admit
 from sejax.serve.sequence import Request, Session
 
-GRANT = 8  # pages a growing run gets at a time
 LOOK_AHEAD = 8  # requests of the queue that are considered for a start
 RESERVE = 1024  # tokens of an answer that admission sets aside: clients rarely say how long theirs will be
 
@@ -35,8 +34,7 @@ class Core:
         self, device: Device, slots: int, lanes: dict[int, int], unit_cost: dict[int, float], patience: dict[int, float], root: bytes
     ):
         self.device, self.slots, self.lanes, self.unit_cost, self.patience = device, slots, lanes, unit_cost, patience
-        self.growing = device.sizes.pages is not None
-        self.pages = Pages(device.sizes.pages or 0)
+        self.runs = Runs(device)
         self.free = deque(range(device.sizes.slots))
         self.index = Index(root)
         self.sessions: dict[int, Session] = {}
@@ -76,17 +74,13 @@ class Core:
     def _must_wait(self) -> bool:
         return not any(self._ready(r) for r in self.running)
 
-    def _needed(self, tokens: int, session: Session | None = None) -> int:
-        packed, pages = session.packed if session else (0, 0)
-        return pages + self.device.pages_of(tokens - packed) if self.growing else 0
-
     def _describe(self, request: Request) -> Waiting:
         hit = self.index.lookup(request.prompt.ids, whole=not self.device.truncates)
         # A session of which only a small beginning fits is somebody else's: it stays.
         if hit and hit.length * 2 < self.sessions[hit.key].stored:
             hit = None
         size = len(request.prompt.ids)
-        want = self._needed(size + min(request.limit, RESERVE), self.sessions[hit.key] if hit else None)
+        want = self.runs.needed(size + min(request.limit, RESERVE), self.sessions[hit.key] if hit else None)
         have = len(self.sessions[hit.key].pages) if hit else 0
         return Waiting(request.id, size - (hit.length if hit else 0), hit.key if hit else None, max(0, want - have))
 
@@ -96,7 +90,7 @@ class Core:
         active = len(self.running) + len(self.prefilling)
         busy = {r.lane for r in self.prefilling}
         lanes = {n: size for n, size in self.lanes.items() if n not in busy}
-        room = Room(self.device.sizes.rows - active, self.slots - len(self.sessions), self.pages.free, lanes)
+        room = Room(self.device.sizes.rows - active, self.slots - len(self.sessions), self.runs.free, lanes)
         if room.rows < 1 or not lanes:
             return
         waiting = [self._describe(r) for r in itertools.islice(self.waiting, LOOK_AHEAD)]
@@ -132,29 +126,11 @@ class Core:
             session.stored = session.held = request.cached
         request.session = session
         request.target = self.free.popleft() if self.device.stage is not None else session.slot
-        self._cover(session, len(ids))
+        self.runs.cover(session, len(ids))
         new = ids[request.cached :]
         request.units = self.device.prefill(new, request.cached, session.slot, request.target, lane, fresh)
         self.prefilling.append(request)
         self._remark()
-
-    def _cover(self, session: Session, tokens: int) -> bool:
-        """Grant pages so that the run holds `tokens`; False if the pool is short."""
-        short = self._needed(tokens, session) - len(session.pages)
-        if short <= 0:
-            return True
-        if self.pages.free < short:
-            return False
-        whole = self._needed(self.device.sizes.max_len, session) - len(session.pages)
-        session.pages += self.pages.grant(min(max(short, GRANT), whole, self.pages.free))
-        self.device.set_pages(session.slot, session.pages)
-        return True
-
-    def _settle(self, session: Session, flying: int, used: int) -> None:
-        """A first prompt that was packed gives back the pages it needs no longer."""
-        session.packed = (len(session.ids), used)
-        self.pages.shrink(session.pages, self._needed(len(session.ids) + flying + 1, session))
-        self.device.set_pages(session.slot, session.pages)
 
     def _prefill(self) -> bool:
         """Units of the prompts in turn, for about `patience` seconds if somebody decodes meanwhile."""
@@ -203,10 +179,11 @@ class Core:
 
     def _decode(self) -> bool:
         ready = [r for r in self.running if self._ready(r)]
+        steps = self._steps(ready)
         for request in list(ready):
             session = request.session
             assert session is not None
-            while request in ready and not self._cover(session, len(session.ids) + request.flying + 1):
+            while request in ready and not self.runs.cover(session, len(session.ids) + request.flying + steps):
                 if self.parked:
                     self._drop(min(self.parked.values(), key=lambda s: (s.used, s.key)))
                     continue
@@ -216,12 +193,20 @@ class Core:
         if not ready:
             return False
         slots = [r.session.slot for r in ready if r.session]
-        out = self.device.decode(slots, all(r.sampling.temperature < GREEDY_BELOW for r in ready))
+        out = self.device.decode(slots, all(r.sampling.temperature < GREEDY_BELOW for r in ready), steps)
         for request in ready:
-            request.launched += 1
-            request.flying += 1
+            request.launched += steps
+            request.flying += steps
         self.flight.append(("step", ready, out))
         return True
+
+    def _steps(self, ready: list[Request]) -> int:
+        """Decode steps of the next program: a burst while nobody streams, waits, or is about to end."""
+        burst = self.device.sizes.burst
+        calm = not (self.waiting or self.prefilling or self.paused)
+        whole = all(not r.streams and not r.sampling.stop and r.limit - r.launched >= burst for r in ready)
+        short = sum(self.runs.short(r.session, len(r.session.ids) + r.flying + burst) for r in ready if r.session)
+        return burst if calm and whole and short <= self.runs.free else 1
 
     # ---- commit ----
 
@@ -234,13 +219,14 @@ class Core:
             who.first = time.monotonic()
             who.session.kept = float(out[1])
             if out[2] is not None:
-                self._settle(who.session, who.flying, int(out[2]))
+                self.runs.settle(who.session, who.flying, int(out[2]))
             self._token(who, int(np.asarray(out[0])[0]), first=True)
         else:
-            tokens, due = np.asarray(out)
-            for request, token, full in zip(who, tokens, due, strict=False):
+            found = np.asarray(out)  # [steps,2,B], tokens and due flags
+            for request, full in zip(who, found[-1, 1], strict=False):
                 if full and request.session and request in self.running:
                     self.device.trim(request.session.slot)
+            for request, token in itertools.chain.from_iterable(zip(who, tokens, strict=False) for tokens in found[:, 0]):
                 if token >= 0:
                     self._token(request, int(token))
                     continue
@@ -319,7 +305,7 @@ class Core:
         self.parked.pop(session.key, None)
         self.sessions.pop(session.key, None)
         self.index.remove(session.key)
-        self.pages.give_back(session.pages)
+        self.runs.give_back(session.pages)
         self._free_slot(session.slot)
         self.counts["evicted"] = self.counts.get("evicted", 0) + len(session.ids)
         self._remark()
@@ -355,7 +341,7 @@ class Core:
             self._free_slot(request.target)
         if session.stored == 0 or not (staged or self.device.truncates):
             self.sessions.pop(session.key, None)
-            self.pages.give_back(session.pages)
+            self.runs.give_back(session.pages)
             self._free_slot(session.slot)
             return
         session.held = session.stored if staged else len(request.prompt.ids)
@@ -372,7 +358,7 @@ class Core:
             return
         self.running.remove(request)
         request.saved = self.device.take(session.slot)
-        self.pages.give_back(session.pages)
+        self.runs.give_back(session.pages)
         self._free_slot(session.slot)
         session.slot = self.device.sizes.slots
         self.paused.appendleft(request)
@@ -384,14 +370,14 @@ class Core:
             request = min(self.paused, key=lambda r: r.id)
             session = request.session
             assert session is not None
-            need = self._needed(len(session.ids) + min(request.limit - len(request.out), RESERVE), session)
-            while self.parked and (self.pages.free < need or not self.free):
+            need = self.runs.needed(len(session.ids) + min(request.limit - len(request.out), RESERVE), session)
+            while self.parked and (self.runs.free < need or not self.free):
                 self._drop(min(self.parked.values(), key=lambda s: (s.used, s.key)))
-            if not self.free or (self.pages.free < need and (self.running or self.prefilling)):
+            if not self.free or (self.runs.free < need and (self.running or self.prefilling)):
                 return
             self.paused.remove(request)
             session.slot = self.free.popleft()
-            self._cover(session, session.stored + 1)
+            self.runs.cover(session, session.stored + 1)
             self.device.put(session.slot, request.saved)
             left = request.limit - len(request.out)
             values = (session.stored, session.ids[-1], left, len(request.out), request.seed)

@@ -143,12 +143,12 @@ class Device:
         token.copy_to_host_async()
         return token
 
-    def decode(self, slots: list[int], greedy: bool = False) -> Array:
-        """One step for these slots, all of them greedy or not: -> i32[2,B], tokens (-1: no part in it) and due flags."""
+    def decode(self, slots: list[int], greedy: bool = False, steps: int = 1) -> Array:
+        """One step, or a burst, for these slots, all of them greedy or not: -> i32[steps,2,B], tokens (-1: no part) and due flags."""
         bucket = self.programs.rows_bucket(len(slots))
         padded = np.full(bucket, self.sizes.slots, np.int32)
         padded[: len(slots)] = slots
-        name = "decode_greedy" if greedy and on_gpu() else "decode"
+        name = ("decode" if steps == 1 else "burst") + ("_greedy" if greedy and on_gpu() else "")
         states, self.live, out = self.programs(
             name, self.model.params, tuple(self.states), tuple(self.tables), self.live, padded, bucket=bucket
         )

@@ -15,6 +15,7 @@ import numpy as np
 
 from sejax import step
 from sejax.cache import chain
+from sejax.kernels.launch import on_gpu
 from sejax.models import Model
 from sejax.serve.core import Core
 from sejax.serve.device import Device
@@ -54,7 +55,8 @@ class Engine:
     model, method: as from sejax.load and sejax.method. max_len: longest context in tokens (default: the model's).
     rows: most sequences in one decode step. slots: sessions held at once (default 2 * rows), those between turns included.
     kv_tokens: tokens the pool of a method that keeps everything can hold, all sessions together (default 4 * max_len, at
-    most slots * max_len); other methods allocate each session's whole run. chunks: prefill bucket sizes.
+    most slots * max_len); other methods allocate each session's whole run. chunks: prefill bucket sizes. burst: decode steps of
+    one program while nobody streams (default: 8 on a GPU, where a step may be shorter than the host's work for it, else 1).
     progress(done, total): called while programs compile. seed: for requests that give none (default: random).
 
     `start` compiles everything and begins to serve; used as a context manager, or through `generate`, it is called for you.
@@ -72,6 +74,7 @@ class Engine:
         kv_tokens: int | None = None,
         chunks: Sequence[int] = CHUNKS,
         max_queue: int = 1024,
+        burst: int | None = None,
         name: str = "sejax",
         seed: int | None = None,
         progress: Callable[[int, int], None] | None = None,
@@ -81,6 +84,7 @@ class Engine:
         self._slots = slots or 2 * rows
         self._chunks = tuple(sorted(c for c in chunks if c <= max(self.max_len, min(chunks))))
         self._rows, self._max_queue, self._progress = rows, max_queue, progress
+        self._burst = burst or (8 if on_gpu() else 1)
         self._kv_tokens = min(kv_tokens or 4 * self.max_len, self._slots * self.max_len)
         if rows < 1 or self._slots < rows:
             raise ValueError(f"rows={rows} and slots={self._slots}: need rows >= 1 and at least one slot for each row")
@@ -146,6 +150,7 @@ class Engine:
             pages=pages,
             stages=tuple(lanes.values()) if staged else (),
             chunks=self._chunks,
+            burst=self._burst,
         )
         device = Device(self.model, self.method, sizes, self._progress)
         root = chain.root([str(self.method), repr(self.model.config), str(self.model.dtype)])
@@ -153,9 +158,10 @@ class Engine:
 
     # ---- requests, from any thread ----
 
-    def submit(self, prompt: Prompt, sampling: Sampling, sink: Sink) -> int:
+    def submit(self, prompt: Prompt, sampling: Sampling, sink: Sink, streams: bool = True) -> int:
         """Queue a request; `sink` gets its deltas from the engine thread. Returns its id.
 
+        streams False: nobody reads before the end, so several steps may run as one program and deltas come in bursts.
         Raises InvalidRequest at once for what can never be served, or when the queue is full (status 429).
         """
         limit = self.limit(prompt, sampling)
@@ -175,7 +181,9 @@ class Engine:
             self._pending += 1
         id = next(self._ids)
         text = TextStream(self.model.tokenizer or _NoText(), sampling.stop)
-        self._inbox.put(("submit", Request(id, prompt, sampling, self._counted(sink), limit, stop_ids, text, (self._seed + id) % 2**62)))
+        self._inbox.put(
+            ("submit", Request(id, prompt, sampling, self._counted(sink), limit, stop_ids, text, (self._seed + id) % 2**62, streams))
+        )
         return id
 
     def limit(self, prompt: Prompt, sampling: Sampling) -> int:
@@ -212,7 +220,7 @@ class Engine:
             self.limit(prompt, sampling)
         inboxes: list[queue.SimpleQueue[Delta]] = [queue.SimpleQueue() for _ in asked]
         for prompt, inbox in zip(asked, inboxes, strict=True):
-            self.submit(prompt, sampling, inbox.put)
+            self.submit(prompt, sampling, inbox.put, streams=False)
         return [collect(inbox.get) for inbox in inboxes]
 
     def _prompt(self, prompt: str | Sequence[int] | Prompt) -> Prompt:

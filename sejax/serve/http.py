@@ -102,7 +102,7 @@ class Service:
             return Response(status_code=499)
         session = request.headers.get("x-session-id") or request.headers.get("session-id")
         job = await asyncio.to_thread(lambda: prepare(self.preparer, body, session))
-        shape, answers = Shape(job, self.engine.name), Answers(self.engine, self.meters, job.prompts, began)
+        shape, answers = Shape(job, self.engine.name), Answers(self.engine, self.meters, job.prompts, began, job.stream)
         headers = {"x-request-id": shape.id}
         if job.stream:
             return EventStream(answers, shape.frames(answers, self.options.ping), headers)

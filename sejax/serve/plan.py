@@ -19,6 +19,7 @@ class Sizes(NamedTuple):
     pages: int | None
     stages: tuple[int, ...]  # token rows of each prefill stage, empty for methods that prefill in place
     chunks: tuple[int, ...]  # prefill buckets, ascending
+    burst: int = 1  # decode steps of one program while nobody streams
 
 
 class Job(NamedTuple):

@@ -29,8 +29,11 @@ from sejax.types import Array, Rows, State
 Key = tuple[str, int, int]  # program, layer group, bucket
 
 
-DECODES = {True: {"decode": False, "decode_greedy": True}, False: {"decode": False}}
-"""Decode programs and whether they only take arg-maxes, by whether a GPU runs them: on a CPU one program branches."""
+def decodes(burst: int) -> dict[str, tuple[bool, int]]:
+    """Decode programs: name -> (whether they only take arg-maxes, steps). On a CPU one program branches on the device instead."""
+    greedy = {"": False, "_greedy": True} if on_gpu() else {"": False}
+    steps = {"decode": 1} | ({"burst": burst} if burst > 1 else {})
+    return {name + ending: (only, count) for name, count in steps.items() for ending, only in greedy.items()}
 
 
 def _decode(plan: Plan, layer_table: tuple[int, ...], greedy: bool, params: Any, states: Any, tables: Any, live: Live, slot: Array) -> Any:
@@ -44,6 +47,20 @@ def _decode(plan: Plan, layer_table: tuple[int, ...], greedy: bool, params: Any,
     due = jnp.zeros_like(rows.due) if flags is None else flags & (slot < plan.sizes.slots)
     live = live_rows.store(live, slot, after._replace(due=due))
     return states, live, jnp.stack([jnp.where(count > 0, token, -1), due.astype(jnp.int32)])
+
+
+def _steps(
+    plan: Plan, layer_table: tuple[int, ...], greedy: bool, steps: int, params: Any, states: Any, tables: Any, live: Live, slot: Array
+) -> Any:
+    """Decode steps one behind the other: out i32[steps,2,R]. A row that is due, or has stopped, idles in those that are left."""
+
+    def one(i: Array | int, carry: Any) -> Any:
+        states, live, out = carry
+        states, live, now = _decode(plan, layer_table, greedy, params, states, tables, live, slot)
+        return states, live, out.at[i].set(now)
+
+    carry = (states, live, jnp.zeros((steps, 2, len(slot)), jnp.int32))
+    return one(0, carry) if steps == 1 else lax.fori_loop(0, steps, one, carry)
 
 
 def _trim(plan: Plan, index: int, state: State, table: Array, live: Live, slot: Array, *joint: Any) -> State:
@@ -311,8 +328,8 @@ class Programs:
         trims = any(method.decode.after_step for _, method in plan.layers)
         for bucket in self.row_buckets():
             slot = jax.ShapeDtypeStruct((bucket,), jnp.int32)
-            for name, greedy in DECODES[on_gpu()].items():
-                f = jax.jit(_bind(_decode, plan, self.layer_table, greedy), donate_argnums=(1, 3))
+            for name, (greedy, steps) in decodes(plan.sizes.burst).items():
+                f = jax.jit(_bind(_steps, plan, self.layer_table, greedy, steps), donate_argnums=(1, 3))
                 yield (name, 0, bucket), f.lower(params, states_, tables_, live_, slot)
         if trims:
             yield ("trimmed", 0, 0), jax.jit(_trimmed, donate_argnums=0).lower(live_, jax.ShapeDtypeStruct((1,), jnp.int32))

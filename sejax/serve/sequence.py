@@ -42,6 +42,7 @@ class Request:
     stop_ids: tuple[int, ...]
     text: TextStream
     seed: int
+    streams: bool = True  # somebody reads the answer while it grows
     arrived: float = dataclasses.field(default_factory=time.monotonic)
     started: float = 0.0
     first: float = 0.0

@@ -21,10 +21,11 @@ TICK = 1.0  # seconds: how often a silent answer looks whether the engine still 
 class Answers:
     """The answers to one HTTP request: one engine request for each prompt, all into one queue.
 
-    `close` cancels what has not ended; call it whatever happens. began: when the HTTP request came (time.monotonic).
+    `close` cancels what has not ended; call it whatever happens. began: when the HTTP request came (time.monotonic); streams:
+    whether pieces are passed on as they come.
     """
 
-    def __init__(self, engine: EngineLike, meters: Meters, prompts: list[tuple[Prompt, Sampling]], began: float):
+    def __init__(self, engine: EngineLike, meters: Meters, prompts: list[tuple[Prompt, Sampling]], began: float, streams: bool = True):
         self.engine, self.meters, self.began = engine, meters, began
         self.queue: asyncio.Queue[tuple[int, float, Delta]] = asyncio.Queue()
         self.loop = asyncio.get_running_loop()
@@ -34,7 +35,7 @@ class Answers:
         self.usage = Usage(0, 0, 0)
         try:
             for index, (prompt, sampling) in enumerate(prompts):
-                self.open[index] = engine.submit(prompt, sampling, lambda delta, index=index: self._sink(index, delta))
+                self.open[index] = engine.submit(prompt, sampling, lambda delta, index=index: self._sink(index, delta), streams)
         except BaseException:
             self.close()
             raise

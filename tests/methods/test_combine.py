@@ -35,6 +35,7 @@ def test_what_keeps_and_reads_everything_adds_nothing():
         ("streamingllm + quest", "streamingllm with quest: all that is kept is read; use it alone"),
         ("snapkv + omnikv:observers=(2,)", "snapkv with omnikv: kept sets differ by layer and head.*; use"),
         ("omnikv:observers=(2,) + rkv", "omnikv with rkv: kept sets differ"),
+        ("kvzip + omnikv:observers=(2,)", "kvzip with omnikv: kept sets differ by layer and head.*; use"),
         ("snapkv + h2o", "snapkv with h2o: both decide which tokens stay; use one of them"),
         ("quest + omnikv:observers=(2,)", "both decide which tokens are read; use one of them"),
         ("quest + quest", "both decide which tokens are read"),

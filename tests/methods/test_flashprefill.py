@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 from sejax import functional, methods
 from sejax.kernels import tiles
 from sejax.methods import flashprefill as factory
-from sejax.methods.flashprefill import Rule, as_rows, chosen, energies, listed_for, reader, tiling
-from sejax.types import AttentionView, Rows
-from tests.methods.handmade import QUICK, Sequence, vectors
+from sejax.methods.flashprefill import ALPHAS, Rule, as_rows, chosen, energies, listed_for, reader, tiling
+from sejax.types import AttentionView, Qkv, Rows
+from tests.methods.handmade import QUICK, Sequence, spec_of, vectors
 from tests.models.tiny import tiny_model
+from tests.oracles.adakv import Oracle as Dealt
 from tests.oracles.flashprefill import Oracle
 from tests.oracles.h2o import Oracle as Received
-from tests.oracles.transformer import New
+from tests.oracles.transformer import New, softmax
 
 CASE = vectors("flashprefill")["gqa"]
 
@@ -69,15 +70,18 @@ def new_tokens(rng, start, count):
     return (q, k, v), New(fold, *swap, fold, swap[0], start + np.arange(count))
 
 
-@pytest.mark.parametrize("counts", [(21, 13, 9), (7, 26, 6)])
-@pytest.mark.parametrize("with_", ["", " + h2o:budget=14,recent=4,period=3,page=4"])
+WITH = ("", " + h2o:budget=14,recent=4,period=3,page=4", " + adakv:budget=14,window=3,kernel=3,slack=2,page=4")
+
+
+@pytest.mark.parametrize(("with_", "counts"), [(WITH[0], (21, 13, 9)), (WITH[1], (21, 13, 9)), (WITH[1], (7, 26, 6)), (WITH[2], (25, 18))])
 def test_turns_equal_the_formula(with_, counts):
     """Prompts of a conversation: dense short ones, tiles cut by a turn's start, blocks of earlier turns, partial tails."""
     rng, start = np.random.default_rng(sum(counts)), 0
     sequence = Sequence(SPEC + with_, HEADS, GROUP, DIM, LONGEST)
     reads = Oracle(0, 1, HEADS, **dict(methods.method(SPEC).arguments))
-    oracle = Received(0, 1, HEADS, **dict(methods.method(with_[3:]).arguments)) if with_ else reads
-    oracle.prompter = reads if with_ else None
+    rule = {WITH[1]: Received, WITH[2]: Dealt}.get(with_)
+    oracle = rule(0, 1, HEADS, **dict(methods.method(with_[3:]).arguments)) if rule else reads
+    oracle.prompter = reads if rule else None
     for count in counts:
         arrays, new = new_tokens(rng, start, count)
         out = np.moveaxis(sequence.prompt(*arrays).reshape(HEADS, GROUP, count, DIM), 2, 0)
@@ -85,7 +89,7 @@ def test_turns_equal_the_formula(with_, counts):
         assert sequence.kept == oracle.kept
         start += count
     assert reads.sparse > 5  # blocks were left out
-    if with_:
+    if rule is Received:
         expected = [[oracle.received[h][p] for p in held] for h, held in enumerate(oracle.kept)]
         np.testing.assert_allclose(sequence.leaf("score"), expected, atol=1e-5)
 
@@ -163,7 +167,7 @@ def test_blocks_that_no_tile_chose_are_not_read():
     assert not np.any(whole[:, :16] == run(broken)[0][:, :16])
 
 
-@pytest.mark.parametrize("other", ["quest", "rkv + quest:budget=512", "omnikv:observers=(0,)", "h2o", "tova", "adakv", "streamingllm"])
+@pytest.mark.parametrize("other", ["quest", "rkv + quest:budget=512", "omnikv", "h2o", "tova", "adakv", "streamingllm", "kvzip"])
 def test_it_goes_with(other):
     method = methods.method(f"flashprefill:alpha=0.1 + {other}")
     plain = methods.method(other)
@@ -201,3 +205,27 @@ def test_a_block_must_hold_whole_pages_of_the_other_method():
     with pytest.raises(ValueError, match="needs alpha"):
         methods.method("flashprefill")
     assert factory(0.1) == methods.method("flashprefill:alpha=0.1")
+
+
+def test_calibration_reads_as_much_attention_as_asked():
+    """One layer of random projections: the shares of every alpha tried, in plain numpy, give the same alpha."""
+    rng, length, size, width = np.random.default_rng(5), 72, 8, 4
+    q, k, v = (2 * rng.standard_normal(shape) for shape in ((1, length, HEADS, GROUP, DIM), *[(1, length, HEADS, DIM)] * 2))
+    qkv = Qkv(*(jnp.asarray(x, jnp.float32) for x in (q, k, v, q, k)))
+    logits = np.einsum("thgd,chd->hgtc", q[0], k[0]) / np.sqrt(DIM)
+    weight = softmax(np.where(np.arange(length) <= np.arange(length)[:, None], logits, -np.inf))
+    received = weight.reshape(HEADS, GROUP, length // width, width, length // size, size).sum((1, 3, 5))  # [H,tiles,B]
+    energy = np.exp(np.einsum("thgd,bhd->hgtb", q[0], k[0].reshape(-1, size, HEADS, DIM).mean(1)) / np.sqrt(DIM))
+    energy = energy.reshape(HEADS, GROUP, length // width, width, -1).sum((1, 3))
+    tile, block = np.arange(length // width)[:, None] * width, np.arange(length // size)
+    past = (block + 1) * size <= tile
+    decided = past & (block >= 1) & (block <= tile // size - 2)
+    most = np.where(past, energy, 0).max(-1, keepdims=True)
+    shares = {a: [(x * (decided & (energy >= a * most))).sum() / (x * decided).sum() for x in (received, 1.0 + 0 * energy)] for a in ALPHAS}
+    alpha = max(a for a, (attended, _) in shares.items() if attended >= 0.8)
+    measure = methods.calibration("flashprefill", recall="0.8", block="8", tile="8", sinks="1", window="2")
+    found = measure(lambda ids: [(spec_of(HEADS, GROUP, DIM), qkv)], [list(range(length)), [1, 2, 3]])
+    assert 0.01 < alpha < 1 and found["alpha"] == alpha and found["tokens"] == length
+    np.testing.assert_allclose([found["recall"], found["blocks"]], shares[alpha], atol=1e-3)
+    with pytest.raises(ValueError, match="texts has no piece of 1024 tokens"):
+        methods.calibration("flashprefill")(lambda ids: [], [[1, 2, 3]])

@@ -15,7 +15,6 @@ import sejax
 from sejax import functional, methods
 from sejax.methods import kvzip as factory
 from sejax.methods.kvzip import passes, probability, split
-from sejax.models import model as dense
 from sejax.types import Qkv, Rows
 from tests.methods.handmade import QUICK, spec_of, vectors
 from tests.models.tiny import tiny_model
@@ -337,7 +336,7 @@ def test_head_scores_are_measured_and_read(tmp_path):
 
 
 def trace(ids):
-    return dense.trace(MODEL, jnp.asarray(ids, jnp.int32)[None])
+    return functional.trace(MODEL, jnp.asarray(ids, jnp.int32)[None])
 
 
 def test_scores_must_fit_the_model():

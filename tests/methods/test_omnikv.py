@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 import sejax
 from sejax import methods
+from sejax.functional import trace
 from sejax.kernels.tokens import token_logits
 from sejax.methods import omnikv as factory
 from sejax.methods.omnikv import best_observers, choose, overlap, place, scores
 from sejax.models import Config
-from sejax.models.model import trace
 from sejax.models.rope import Rope
 from tests.methods.handmade import Sequence, spec_of, vectors
 from tests.models.tiny import tiny_model

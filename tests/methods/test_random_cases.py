@@ -26,6 +26,7 @@ HEADS, GROUP, DIM, LAYERS = 2, 2, 4, 2
 PROMPT, ANSWER, TURNS = 24, 7, 2  # most tokens of each
 CHUNKS = (1, 5, PROMPT)
 EXAMPLES = 200
+SUMS_DIFFER = ("rkv",)  # a copy's redundancy sums the same terms in another order: equal in mathematics only, so no ties there
 
 
 def evicting(case):
@@ -40,11 +41,11 @@ ALL = [pytest.param(case.spec, id=case.spec.replace(":", "-"), marks=[pytest.mar
 
 
 @functools.cache
-def conversation(spec, index):
+def conversation(spec):
     """jitted (q, q_raw, k, v [TURNS,PROMPT+ANSWER,...], prompts, answers i32[TURNS], chunk) -> positions held after each event:
     i32[TURNS,1+ANSWER,H,C]. A prompt's tokens lie at [:PROMPT] of its turn, padded behind; an answer's behind PROMPT."""
     method = methods.method(spec)
-    layer = method.layer(spec_of(HEADS, GROUP, DIM, index, LAYERS, TURNS * (PROMPT + ANSWER)), None)
+    layer = method.layer(spec_of(HEADS, GROUP, DIM, 0, LAYERS, TURNS * (PROMPT + ANSWER)), None)
     width, staged = layer.pages(layer.run(TURNS * (PROMPT + ANSWER))), layer.pages(layer.stage_run(PROMPT))
     one = jnp.ones(1, jnp.int32)
     table = jnp.arange(2 * width, dtype=jnp.int32).reshape(2, width)[::-1][1:]  # slot 1 of 2
@@ -120,9 +121,8 @@ def drawn(seed, ties):
 
 
 @pytest.mark.parametrize("spec", ALL)
-@pytest.mark.parametrize("index", [0])
-def test_kept_sets_equal_the_oracle(spec, index):
-    run, (layer, arguments) = conversation(spec, index), oracle_of(spec)
+def test_kept_sets_equal_the_oracle(spec):
+    run, (layer, arguments) = conversation(spec), oracle_of(spec)
 
     @settings(max_examples=EXAMPLES, deadline=None, derandomize=True, database=None)
     @given(
@@ -133,9 +133,9 @@ def test_kept_sets_equal_the_oracle(spec, index):
         st.booleans(),
     )
     def check(seed, prompts, answers, chunk, ties):
-        tokens = drawn(seed, ties)
+        tokens = drawn(seed, ties and not spec.startswith(SUMS_DIFFER))
         held = np.asarray(run(*tokens, np.asarray(prompts, np.int32), np.asarray(answers, np.int32), np.int32(chunk)))
-        reference, start = layer(index, LAYERS, HEADS, **arguments), 0
+        reference, start = layer(0, LAYERS, HEADS, **arguments), 0
         for turn in range(TURNS):
             q, q_raw, k, v = (x[turn].astype(np.float64) for x in tokens)
             parts = [(0, prompts[turn]), *((PROMPT + i, 1) for i in range(answers[turn]))]

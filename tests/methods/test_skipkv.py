@@ -169,6 +169,9 @@ def test_random_conversations_keep_what_the_oracle_keeps(monkeypatch):
             assume(layer.gap > 1e-5 and min(near, default=1) > 1e-6)  # else rounding decides
             state = driven.prompt(state, new, ids, hidden, chunk) if prompt else driven.token(state, new, ids, hidden)
             assert driven.kept(state) == layer.kept
+            if prompt:  # what a first prompt's seal leaves empty goes back to the pool
+                pages = driven.layer.used(state, driven.rows(0, 0, []))
+                assert pages.tolist() == [-(-max(map(len, layer.kept)) // ARGUMENTS["page"])]
             seen["sentences" if any(layer.penalty.values()) else "segments"] += 1
 
     check()
@@ -207,8 +210,15 @@ def test_delimiters_come_from_the_tokenizer():
     assert cache.method == factory(budget=16, window=2, delimiters=(2, 3, 4, 6, 8, 10))
     logits, after = sejax.prefill(model, method, cache, np.arange(20)[::-1], 0)  # the method as it was written goes with the cache
     assert np.isfinite(logits).all() and int(after.states[0].rows["table"]["ended"][0]) == 1
+    with pytest.raises(ValueError, match="skipkv with omnikv: kept sets differ by layer and head"):
+        sejax.method("skipkv + omnikv")
     both = sejax.method("skipkv:budget=64 + quest:budget=32").fitted(model)
     assert dict(both.arguments)["skipkv.delimiters"] == (2, 3, 4, 6, 8, 10)
+
+
+def test_what_all_layers_share_needs_all_of_them_unsealed():
+    with pytest.raises(ValueError, match="need all layers unsealed"):
+        dataclasses.replace(factory(delimiters=(1,)), order="layer")
 
 
 def test_without_a_tokenizer_delimiters_must_be_given():

@@ -13,6 +13,8 @@ class Oracle(Evicting):
     def score(self, head: int, window: int) -> np.ndarray:
         held = self.kept[head]
         result = np.full(len(held), np.inf)
+        if len(held) <= self.sinks:
+            return result
         keys, values = (np.stack([x[p][head] for p in held])[self.sinks :] for x in (self.k, self.v))
         queries = np.stack([self.q_raw[p][head] for p in sorted(self.q_raw) if p >= self.sinks])  # [N,G,D]
         dim = keys.shape[-1]

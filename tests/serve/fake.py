@@ -110,7 +110,7 @@ class FakeEngine:
         for row in [*self._running, *self._waiting]:
             self._end(row, "cancelled")
 
-    def submit(self, prompt: Prompt, sampling: Sampling, sink: Sink) -> int:
+    def submit(self, prompt: Prompt, sampling: Sampling, sink: Sink, streams: bool = True) -> int:
         with self._lock:
             if len(self._waiting) >= self.queue:
                 self._count["rejected"] += 1

@@ -145,6 +145,7 @@ def test_calibrate_writes_what_a_method_measured(capsys, monkeypatch, tmp_path):
     told = json.loads(file.read_text())
     assert told["config"] == model.config.digest and len(told["observers"]) == 2 and told["tokens"] == 200 and str(told["observers"]) in out
     assert dict(methods.method(f"omnikv:observers={file}").fitted(model).arguments)["observers"] == tuple(told["observers"])
+    monkeypatch.setattr(calibrate, "documentation", lambda name: name)
     run(capsys, "calibrate", "omnikv", "--dense", "0", "--length", "64", "-o", str(file))  # without texts: the methods' documentation
     assert json.loads(file.read_text())["observers"] == [0, 1, 2] and "none has 31" in run(
         capsys, "calibrate", "omnikv", "--length", "30", "-o", str(file), code=2

@@ -65,7 +65,7 @@ def accounted(engine: Engine) -> None:
     slots = [s.slot for s in core.sessions.values()]
     assert sorted([*core.free, *slots]) == list(range(core.device.sizes.slots))
     pages = [p for s in core.sessions.values() for p in s.pages]
-    assert sorted([*core.pages._free, *pages]) == list(range(core.pages.total))
+    assert sorted([*core.runs._free, *pages]) == list(range(core.runs.total))
     assert not core.prefilling and not core.running and set(core.sessions) == set(core.parked)
 
 

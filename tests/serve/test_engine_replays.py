@@ -10,6 +10,7 @@ from jax import monitoring
 
 import sejax
 from sejax.serve import core as core_module
+from sejax.serve import runs
 from sejax.serve.engine import Engine, collect
 from sejax.serve.request import Sampling
 from tests.serve.test_engine import MODEL, RNG, accounted, ask, greedy, settled
@@ -90,7 +91,7 @@ def test_replays_are_units_between_decode_steps(engine: Engine) -> None:
 def test_prompts_fit_because_others_were_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half the pool holds one prompt while it is whole; packed, three of them live and grow in all of it."""
     monkeypatch.setattr(core_module, "RESERVE", 4)
-    monkeypatch.setattr(core_module, "GRANT", 1)
+    monkeypatch.setattr(runs, "GRANT", 1)
     prompts = [RNG.integers(0, 256, 60).tolist() for _ in range(3)]
     with Engine(MODEL, sejax.method(SPEC), max_len=80, rows=3, slots=4, kv_tokens=120, chunks=(8, 32), seed=1) as engine:
         inboxes = [ask(engine, p, max_tokens=16)[1] for p in prompts]
