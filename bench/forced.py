@@ -6,8 +6,10 @@ reads. In one layer a method's own hooks store and seal the context, then take t
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Sequence
+import inspect
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,10 +21,9 @@ import sejax
 from sejax import step
 from sejax.kernels.attention import attention
 from sejax.models import decoder
-from sejax.serve.plan import Watched
 from sejax.types import Array, LayerMethod, LayerSpec, Method, Qkv, Rows, State
 
-NEW = 40  # tokens after the context; fewer are padded
+NEW = 32  # tokens after the context; fewer are padded
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # compiling takes most of the time here
 
 
@@ -56,7 +57,8 @@ class Run:
 
     def __init__(self, model: sejax.Model, method: Method, length: int, tail: Sequence[int]) -> None:
         self.model, self.method, self.length, self.count = model, method, length, len(tail)
-        self.layers = layers(model.config, str(model.dtype), method, length + NEW)
+        self.specs = decoder.specs(model.config, str(model.dtype), length + NEW)
+        self.layers = layers(method, self.specs)
         if any(record.prefill.attend for _, record in self.layers):
             raise ValueError(f"{method}: a prompt's attention is not dense; run it through the functional API")
         self.tail = jnp.asarray([*tail, *[0] * (NEW - len(tail))], jnp.int32)[None]
@@ -67,18 +69,18 @@ class Run:
 
     def layer(self, index: int, qkv: Qkv, hidden: Array) -> None:
         """qkv, hidden: the context's projections in this layer, and its output."""
-        static = (*self.layers[index], self.method.order == "layer", self.length)
+        late = bool(self.method.joint or self.method.passes)  # not sealed before all layers have seen the context
+        static = (*self.layers[index], self.method.order == "layer", late, self.length)
         state, self.prompt_carry = _stored(*static, qkv, hidden, self.prompt_carry)
-        if self.method.joint or self.method.passes:
-            self.stored.append(state)  # not sealed before all layers have seen the context
+        if late:
+            self.stored.append(state)
         else:
-            self.take(index, state, ())
+            self.take(index, state)
 
-    def take(self, index: int, state: State, joint: tuple[Any, ...]) -> None:
-        """Seal, if that is still to be done, and the tail through one layer."""
-        spec, record = self.layers[index]
-        static = (self.model.config, spec, record, self.length, self.method.order == "chunk")
-        self.x, self.carry, held = _taken(self.model.params["layers"][index], *static, state, joint, self.x, self.carry)
+    def take(self, index: int, state: State) -> None:
+        """The tail through one layer whose context is sealed."""
+        static = (self.model.config, *self.layers[index], self.length)
+        self.x, self.carry, held = _taken(self.model.params["layers"][index], *static, state, self.x, self.carry)
         self.kept.append([np.sort(head[head >= 0]) for head in np.asarray(held)])
 
     def answer(self, context: Array) -> Answer:
@@ -89,8 +91,8 @@ class Run:
         if states:
             rows = [_rows(record, self.length, 0, self.length) for _, record in self.layers]
             joint = step.joined(self.method, states, tuple(r.table for r in rows), rows[0])
-            for index, state in enumerate(states):
-                self.take(index, state, joint)
+            for index, (spec, state) in enumerate(zip(self.specs, states, strict=True)):
+                self.take(index, _late(self.method.layer(spec, None), self.length, state, joint))
         logp, best = (np.asarray(a)[: self.count - 1] for a in _judge(model.params, model.config, self.x, self.tail))
         return Answer(np.append(np.float32(0), logp), np.append(-1, best), self.kept)
 
@@ -104,15 +106,34 @@ class Run:
 
 
 @functools.cache
-def layers(config: Any, dtype: str, method: Method, max_len: int) -> list[tuple[LayerSpec, LayerMethod]]:
-    """Each layer's record; layers whose record never asked for the index share one, so that they share programs."""
+def layers(method: Method, specs: tuple[LayerSpec, ...]) -> list[tuple[LayerSpec, LayerMethod]]:
+    """Each layer's record; records of the same code over the same values are one, so that they share programs."""
     shared: dict[Any, tuple[LayerSpec, LayerMethod]] = {}
     found = []
-    for spec in decoder.specs(config, dtype, max_len):
-        watched = Watched(**vars(spec))
-        entry = (watched, method.layer(watched, None))
-        found.append(shared.setdefault(watched.kind_of or ("layer", spec.index), entry))
+    for spec in specs:
+        entry = (spec, method.layer(spec, None))
+        found.append(shared.setdefault(made_of(entry[1]), entry))
     return found
+
+
+def made_of(x: Any, above: tuple[int, ...] = ()) -> Any:
+    """A hashable description of functions by their code and what they close over; a layer's index in its spec does not count."""
+    if id(x) in above:
+        return len(above) - above.index(id(x))
+    inside = lambda values: tuple(made_of(value, (*above, id(x))) for value in values)  # noqa: E731
+    if isinstance(x, LayerSpec):
+        return inside(getattr(x, f.name) for f in dataclasses.fields(x) if f.name != "index")
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):
+        return type(x), inside(getattr(x, f.name) for f in dataclasses.fields(x))
+    if inspect.ismethod(x):
+        return x.__func__.__code__, inside([x.__self__])
+    if isinstance(x, functools.partial):
+        return inside([x.func, x.args, x.keywords])
+    if inspect.isfunction(x):
+        return x.__code__, inside([c.cell_contents for c in x.__closure__ or ()]), inside(x.__defaults__ or ())
+    if isinstance(x, dict):
+        return inside(x.items())
+    return (type(x), inside(x)) if isinstance(x, (tuple, list)) else x if isinstance(x, Hashable) else id(x)
 
 
 def _rows(method: LayerMethod, length: int, start: int, count: int) -> Rows:
@@ -137,9 +158,11 @@ def _dense(weights: Any, config: Any, spec: LayerSpec, x: Array) -> tuple[Array,
     return decoder.layer(weights, config, spec, x, positions, attend)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), compiler_options=QUICK)
-def _stored(spec: LayerSpec, method: LayerMethod, staged: bool, length: int, qkv: Qkv, hidden: Array, carry: Any) -> tuple[State, Any]:
-    """What a layer holds after its first turn, as the prefill programs make it: sealed if staged, else as written.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4), compiler_options=QUICK)
+def _stored(
+    spec: LayerSpec, method: LayerMethod, staged: bool, late: bool, length: int, qkv: Qkv, hidden: Array, carry: Any
+) -> tuple[State, Any]:
+    """What a layer holds after its first turn, as the prefill programs make it: sealed, unless that comes late.
 
     Attention runs again only for what it tells the hooks.
     """
@@ -160,26 +183,27 @@ def _stored(spec: LayerSpec, method: LayerMethod, staged: bool, length: int, qkv
     if staged:
         assert method.seal
         return method.seal(stage, state, at, rows, rows), carry
-    return stage, carry
+    return method.seal(stage, rows) if method.seal and not late else stage, carry
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5), compiler_options=QUICK)
+@functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=QUICK)
+def _late(method: LayerMethod, length: int, state: State, joint: tuple[Any, ...]) -> State:
+    return method.seal(state, _rows(method, length, 0, length), *joint) if method.seal else state
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4), compiler_options=QUICK)
 def _taken(
     weights: Any,
     config: Any,
     spec: LayerSpec,
     method: LayerMethod,
     length: int,
-    seals: bool,
     state: State,
-    joint: tuple[Any, ...],
     new: Array,
     carry: Any,
 ) -> tuple[Array, Any, Array]:
     """The tail [1,NEW,E] through one layer, token by token where it attends -> (its output, carry, positions held before, [H,C])."""
     rows = _rows(method, length, 0, length)
-    if seals and method.seal:
-        state = method.seal(state, rows, *joint)
     held = method.held(state, rows)[0]
 
     def token(state: State, xs: Any) -> tuple[State, Any]:

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from bench.timing import matmul_peak, read_bandwidth, record, seconds
-from sejax.kernels import gpu_attend, gpu_mass, gpu_pages, gpu_prefill
+from sejax.kernels import gpu_attend, gpu_mass, gpu_pages, gpu_prefill, triton_attend
 from sejax.kernels.shapes import DECODE, Listing
 from sejax.types import AttentionView
 
@@ -84,8 +84,13 @@ def each_seconds(program: Callable[..., Any], given: list[tuple[Any, ...]], loop
 def decode(read: float) -> None:
     for name, shape in DECODE.items():
         floor = 2 * shape.rows * shape.heads * shape.entries * shape.run * shape.size * 2 / read
-        taken = seconds(jax.jit(decoding(gpu_attend.attend)), *rotating(shape), calls=80, queued=2)
-        record("kernels", f"decode_kernel/{name}", taken * 1e6, "us", floor * 1e6, floor / taken)
+        given = rotating(shape)
+        for case, attend in {"kernel": gpu_attend.attend, "triton": triton_attend.attend}.items():
+            if case == "triton" and (lacks := triton_attend.lacks()):
+                print(f"  decode_triton/{name} left out: {lacks}")
+                continue
+            taken = seconds(jax.jit(decoding(attend)), *given, calls=80, queued=2)
+            record("kernels", f"decode_{case}/{name}", taken * 1e6, "us", floor * 1e6, floor / taken)
 
 
 def scores_given(rows: int, width: int, tables: int) -> list[tuple[Any, ...]]:

@@ -1,7 +1,8 @@
 """Parity with kvpress on a real model: `python -m bench.parity [TEXT ...]`; `python -m bench.parity export FOLDER` for its other side.
 
 Both sides hold the same dequantised weights in float32. tests/golden/make_kvpress.py wrote tests/golden/kvpress; this runs sejax on
-the same texts, prints a line for each text, method and budget and what the criteria come to, and writes bench/results/parity.jsonl.
+the same texts, prints a line for each text, method and budget and what the criteria come to over all texts run so far, and keeps
+them in bench/results/parity.jsonl.
 """
 
 from __future__ import annotations
@@ -185,11 +186,11 @@ def export(folder: pathlib.Path) -> None:
     )
     (folder / "config.json").write_text(json.dumps(written))
     (folder / "tokenizer.json").write_text(tokenizer._backend.to_str())
-    written = dict(tokenizer_class="PreTrainedTokenizerFast", chat_template=tokenizer.chat_template, model_max_length=config.max_position)
-    (folder / "tokenizer_config.json").write_text(json.dumps(written))
+    settings = dict(tokenizer_class="PreTrainedTokenizerFast", chat_template=tokenizer.chat_template, model_max_length=config.max_position)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     texts = [case(tokenizer, *key) for key in (*SHORT, *MIDDLE, *LONG)]
-    shown = [dict(name=t.name, context=t.context, tail=t.tail, bits=i < len(SHORT), replays=i < REPLAYED) for i, t in enumerate(texts)]
-    (folder / "texts.json").write_text(json.dumps(shown))
+    written = [dict(name=t.name, context=t.context, tail=t.tail, replays=i < REPLAYED) for i, t in enumerate(texts)]
+    (folder / "texts.json").write_text(json.dumps(written))
 
 
 def main(names: list[str]) -> int:
@@ -198,26 +199,27 @@ def main(names: list[str]) -> int:
         return 0
     model = sejax.load(MODEL, dtype="float32")
     assert model.tokenizer is not None
-    lines: list[Line] = []
+    file = RESULTS / "parity.jsonl"
     for key in (*SHORT, *MIDDLE, *LONG):
         text = case(model.tokenizer, *key)
         if (names and text.name not in names) or not (GOLDEN / f"{text.name}.npz").exists():
             continue
-        for found in compare(model, text):
-            lines.append(found)
-            print(
-                "{:16} {:18} {:5d} heads {:3d} near {:3d} far {:3d} jaccard {:.5f} dlogp {:.1e} argmax {:2d}/{:2d} found {:d}/{:d}".format(
-                    *found
-                )
-            )
-        sys.stdout.flush()
-    result = summary(lines) | {"commit": commit()}
-    RESULTS.mkdir(exist_ok=True)
-    with (RESULTS / "parity.jsonl").open("w") as out:
-        for row in (*(x._asdict() for x in lines), {"summary": result}):
-            out.write(json.dumps(row) + "\n")
+        lines = compare(model, text)
+        print("\n".join(map(shown, lines)), flush=True)
+        with file.open("a") as out:
+            out.write("".join(json.dumps(x._asdict()) + "\n" for x in lines))
+    known = [json.loads(row) for row in file.read_text().splitlines()]
+    found = {(x["text"], x["method"], x["budget"]): Line(**x) for x in known if "summary" not in x}  # a later run replaces an earlier one
+    result = summary([*found.values()]) | {"commit": commit()}
+    file.write_text("".join(json.dumps(x) + "\n" for x in (*(line._asdict() for line in found.values()), {"summary": result})))
     print(json.dumps(result, indent=1))
     return 0
+
+
+def shown(line: Line) -> str:
+    form = "{:15} {:18} {:5d} kept, {} heads: near {} far {} jaccard {:.5f} dlogp {:.1e} argmax {}/{} found {:d}, there {:d}"
+    text, method, budget, heads, near, far, *rest = line
+    return form.format(text, method, budget, heads, near, far, *rest)
 
 
 if __name__ == "__main__":

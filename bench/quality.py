@@ -20,7 +20,7 @@ from bench.needles import case
 from bench.plot import Panel, chart
 from bench.timing import RESULTS, commit
 
-MODEL, LENGTH, PARTS, TEXTS = "smollm2-135m", 512, (16, 8, 4, 2), 8
+MODEL, LENGTH, PARTS, TEXTS = "smollm2-135m", 512, (16, 8, 4, 2), 4
 FIGURE = pathlib.Path(__file__).parents[1] / "docs/quality.svg"
 SPECS = {
     "streamingllm": "streamingllm:recent={rest}",

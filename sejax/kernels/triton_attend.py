@@ -39,27 +39,31 @@ class Form(NamedTuple):
     values: int
 
 
-def missing() -> tuple[str, ...]:
-    """Packages this module needs and the environment lacks."""
-    return tuple(name for name in ("triton", "jax_triton") if importlib.util.find_spec(name) is None)
+def lacks() -> str:
+    """What to install, as a clause; empty where nothing is missing."""
+    names = [name for name in ("triton", "jax_triton") if importlib.util.find_spec(name) is None]
+    return f"attention through Triton needs {' and '.join(names)}: pip install 'sejax[cuda]'" if names else ""
 
 
 def start(
-    kernel: str, grid: tuple[int, ...], outs: Sequence[jax.ShapeDtypeStruct], args: Sequence[Array], *, warps: int, stages: int, **constants: Any
+    kernel: str,
+    grid: tuple[int, ...],
+    outs: Sequence[jax.ShapeDtypeStruct],
+    args: Sequence[Array],
+    *,
+    warps: int,
+    stages: int,
+    **constants: Any,
 ) -> list[Array]:
-    """The one door to jax_triton: run `kernel` of triton_kernels on args, then outs, over a static grid.
+    """The one door to jax_triton: run `kernel` of triton_kernels on args, then outs, over a static grid."""
+    if said := lacks():
+        raise ImportError(said)
+    import jax_triton
 
-    Raises ImportError where triton or jax_triton is not installed.
-    """
-    try:
-        import jax_triton
+    from sejax.kernels import triton_kernels
 
-        from sejax.kernels import triton_kernels
-    except ImportError as error:
-        raise ImportError(f"attention through Triton needs the package {error.name}; install it with: pip install 'sejax[cuda]'") from error
-    found = getattr(triton_kernels, kernel)
     options = {"num_warps": warps, "num_stages": stages, "name": f"triton_{kernel}"}
-    return jax_triton.triton_call(*args, kernel=found, out_shape=list(outs), grid=grid, **options, **constants)
+    return jax_triton.triton_call(*args, kernel=getattr(triton_kernels, kernel), out_shape=list(outs), grid=grid, **options, **constants)
 
 
 def attend(q: Array, view: AttentionView, tune: Tuning | None = None) -> tuple[Array, Array]:
@@ -75,8 +79,8 @@ def attend(q: Array, view: AttentionView, tune: Tuning | None = None) -> tuple[A
     cut = cutting(f, tune)
     named = arrays(q, view)
     wide = min(f.tile, new * group)
-    axes = (named[name].ndim if name in named else 0 for name in ("ids", "length", "first", "own", "bias", "pos"))
-    form = Form(*axes, wide, max(16, pow2(size)), max(16, pow2(f.value)), f.value)
+    axes = {name: named[name].ndim if name in named else 0 for name in ("ids", "length", "first", "own", "bias", "pos")}
+    form = Form(**axes, rows=wide, wide=max(16, pow2(size)), deep=max(16, pow2(f.value)), values=f.value)
     constants = {"f": f, "form": form, "cut": cut}
     given = {name: named.get(name, view.length) for name in ("q", "k", "v", "ids", "length", "first", "own", "bias", "pos", "q_pos")}
     slots = f.items * cut.slots

@@ -41,6 +41,19 @@ class Rule(NamedTuple):
     delimiters: tuple[int, ...] | None
 
 
+def checked(rule: Rule) -> Rule:
+    """The rule, if its numbers can be."""
+    check(rule.alpha >= 0 and rule.weight >= 0, f"alpha={rule.alpha} and weight={rule.weight} must be >= 0")
+    cosines = f"threshold={rule.threshold} and tau={rule.tau} are cosines: they must lie in (0, 1]"
+    check(0 < rule.threshold <= 1 and 0 < rule.tau <= 1, cosines)
+    check(rule.near >= 1 and rule.segment >= 1, f"near={rule.near} and segment={rule.segment} must be at least 1 token")
+    lengths = f"shortest={rule.shortest} must be at least 1 and at most longest={rule.longest}"
+    check(1 <= rule.shortest <= rule.longest, lengths)
+    check(rule.sentences >= 1, f"sentences={rule.sentences} must be at least 1")
+    check(rule.delimiters != (), "delimiters=() is empty; give the ids of tokens that end a sentence, or leave it out")
+    return rule
+
+
 @functools.lru_cache(maxsize=8)
 def delimiters_of(tokenizer: Any) -> tuple[int, ...]:
     """Ids of the tokens that end a sentence, from one pass over the vocabulary."""
@@ -284,18 +297,12 @@ def skipkv(
     check(sinks >= 0 and window >= 1, f"sinks={sinks} must be >= 0 and window={window} at least 1")
     short = f"budget={budget} leaves nothing beside window={window} and sinks={sinks}; give a larger budget"
     check(budget is None or budget > window + sinks, short)
-    check(alpha >= 0 and weight >= 0, f"alpha={alpha} and weight={weight} must be >= 0")
-    check(0 < threshold <= 1 and 0 < tau <= 1, f"threshold={threshold} and tau={tau} are cosines: they must lie in (0, 1]")
-    check(near >= 1 and segment >= 1, f"near={near} and segment={segment} must be at least 1 token")
-    check(1 <= shortest <= longest, f"shortest={shortest} must be at least 1 and at most longest={longest}")
-    check(sentences >= 1, f"sentences={sentences} must be at least 1")
-    check(delimiters is None or len(delimiters) > 0, "delimiters=() is empty; give the ids of tokens that end a sentence, or leave it out")
     check(period >= 0, f"period={period} must be at least 1 step, or 0 for none")
     delimiters = None if delimiters is None else tuple(delimiters)
     rest: dict[str, Any] = dict(sinks=sinks, alpha=alpha, weight=weight, threshold=threshold, tau=tau, near=near, segment=segment)
     rest |= dict(shortest=shortest, longest=longest, sentences=sentences, delimiters=delimiters)
     arguments: dict[str, Any] = dict(budget=budget, window=window, **rest, period=period, ratio=ratio, page=page)
-    rule = Rule(**rest)
+    rule = checked(Rule(**rest))
 
     def retention(spec: LayerSpec) -> Retention:
         check(delimiters is not None, NEEDS)

@@ -230,9 +230,8 @@ def record(model, tokenizer, text, full, checked):
         "hashes": np.asarray([[[digest(h) for h in layer] for layer in v] for v in kept & ~near], np.uint32),
         "near": np.concatenate([at, kept[tuple(at.T)][:, None]], axis=1).astype(np.int16),  # variant, layer, head, token, kept
     }
-    bits = {"kept": np.packbits(kept, axis=-1)}
-    np.savez_compressed(HERE / f"{text['name']}.npz", **found, **extra, **(bits if text["bits"] else {}))
-    np.savez_compressed(full / f"{text['name']}.npz", **bits)
+    np.savez_compressed(HERE / f"{text['name']}.npz", **found, **extra)
+    np.savez_compressed(full / f"{text['name']}.npz", kept=np.packbits(kept, axis=-1))
     print(text["name"], len(at), "near", (HERE / f"{text['name']}.npz").stat().st_size, "bytes", flush=True)
     if checked:
         check(model, [v for v in variants if v.count == len(context) // 2], text, store)

@@ -20,7 +20,10 @@ LONG = RNG.integers(0, 256, 60).tolist()
 ANSWER = Sampling(max_tokens=6, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=[SPEC, SPEC + " + quest:budget=16,page=4,dense_layers=0"], ids=["alone", "with_quest"])
+BOTH = pytest.param(SPEC + " + quest:budget=16,page=4,dense_layers=0", id="with_quest", marks=pytest.mark.slow)
+
+
+@pytest.fixture(scope="module", params=[pytest.param(SPEC, id="alone"), BOTH])
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     with Engine(MODEL, sejax.method(request.param), max_len=160, rows=3, slots=4, kv_tokens=320, chunks=(8, 32), seed=1) as engine:
         yield engine
