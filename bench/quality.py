@@ -40,7 +40,8 @@ SPECS = {
 """Defaults where the budget leaves room for them; {n} tokens kept, or read at a step."""
 
 
-def measure(names: list[str]) -> list[dict[str, Any]]:
+def measure(names: list[str], file: pathlib.Path) -> None:
+    """Writes the file anew after every text."""
     model = sejax.load(MODEL, dtype="float32")
     assert model.tokenizer is not None
     numbers = [(name, part, dict(n=LENGTH // part, rest=LENGTH // part - 4, ratio=1 / part)) for name in names for part in PARTS]
@@ -52,10 +53,11 @@ def measure(names: list[str]) -> list[dict[str, Any]]:
         gold, fact, answer = np.asarray(text.tail), list(text.value), list(text.answer)
         right += [bool((a.best[fact] == gold[fact]).all()) for a in found]
         lost += [float((found[0].logp - a.logp)[answer].mean()) for a in found]
-        print(f"text {seed + 1} of {TEXTS}", flush=True)
-    rows = [("full", 1, right[0], lost[0])] + [(n, p, *x) for (n, p, _), *x in zip(numbers, right[1:], lost[1:], strict=True)]
-    same = {"texts": TEXTS, "tokens": LENGTH, "model": MODEL, "commit": commit()}
-    return [{"method": n, "part": p, "accuracy": r / TEXTS, "loss": round(x / TEXTS, 4), **same} for n, p, r, x in rows]
+        same, done = {"texts": seed + 1, "tokens": LENGTH, "model": MODEL, "commit": commit()}, seed + 1
+        rows = [("full", 1, right[0], lost[0])] + [(n, p, *x) for (n, p, _), *x in zip(numbers, right[1:], lost[1:], strict=True)]
+        lines = [{"method": n, "part": p, "accuracy": r / done, "loss": round(x / done, 4), **same} for n, p, r, x in rows]
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        print(f"text {done} of {TEXTS}", flush=True)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -85,8 +87,7 @@ def draw(rows: list[dict[str, Any]]) -> str:
 def main(arguments: list[str]) -> int:
     file = RESULTS / "quality.jsonl"
     if arguments[:1] != ["draw"]:
-        rows = measure(arguments or list(SPECS))
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        measure(arguments or list(SPECS), file)
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     FIGURE.write_text(draw(rows))
     print(table(rows))

@@ -33,11 +33,11 @@ class Tuning(NamedTuple):
     stages: int = 5
 
 
-def tuning(size: int, itemsize: int, queries: int) -> Tuning:
-    """Measured on one H200, by bytes of a token's key and query rows a kv head serves."""
+def tuning(size: int, itemsize: int, queries: int, pairs: int = 1) -> Tuning:
+    """Measured on one H200, by bytes of a token's key, query rows a kv head serves, and pairs of row and kv head."""
     block = 64 if pow2(size) * itemsize <= 256 else 32
-    if queries <= 16:
-        return Tuning(block)
+    if queries <= 16:  # many short rows: more programs side by side win over deeper ones
+        return Tuning(block, stages=3 if pairs > 264 else 5)
     if queries <= 64:
         return Tuning(block, tile=64, warps=4)
     return Tuning(block, tile=128, warps=8)
@@ -173,7 +173,7 @@ def attend(q: Array, view: AttentionView, tune: Tuning | None = None) -> tuple[A
     """
     q = view.q if view.q is not None else q
     rows, new, heads, group, size = q.shape
-    tune = tune or tuning(size, view.k.dtype.itemsize, new * group)
+    tune = tune or tuning(size, view.k.dtype.itemsize, new * group, rows * heads)
     f = facts(q, view, tune.tile, tune.block)
     cut = cutting(f, tune)
     named = arrays(q, view)

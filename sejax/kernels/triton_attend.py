@@ -74,7 +74,7 @@ def attend(q: Array, view: AttentionView, tune: Tuning | None = None) -> tuple[A
     """
     q = view.q if view.q is not None else q
     rows, new, heads, group, size = q.shape
-    tune = tune or tuning(size, view.k.dtype.itemsize, new * group)
+    tune = tune or tuning(size, view.k.dtype.itemsize, new * group, rows * heads)
     f = facts(q, view, tune.tile, tune.block)
     cut = cutting(f, tune)
     named = arrays(q, view)

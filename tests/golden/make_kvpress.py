@@ -184,6 +184,7 @@ def usual(model, variant, context, tail):
     with torch.no_grad():
         with variant.press(model):
             model.model(input_ids=torch.tensor([context]), past_key_values=cache)
+            variant.press.prefix_length = SINKS  # as in replay
         for i, token in enumerate(tail):
             place = torch.tensor([[len(context) + i]])
             found.append(model(torch.tensor([[token]]), past_key_values=cache, position_ids=place).logits[0])
