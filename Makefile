@@ -38,8 +38,9 @@ test: $(STAMP) ## the default tests
 slow: $(STAMP) ## the tests left out of the default run
 	@$(BIN)/python -m pytest -m 'slow and not gpu' --timeout 1500
 
-gpu: ## the tests for an accelerator; uses the python of PATH, with the cuda and test extras installed
+gpu: ## on an accelerator, with the python of PATH (cuda and test extras installed): its own tests, the laws, the demo model
 	@python -m pytest -m gpu
+	@XLA_PYTHON_CLIENT_PREALLOCATE=false python -m pytest -m 'not slow' tests/laws tests/models/test_smollm2.py
 
 lint: $(STAMP) ## style, format, types
 	@$(BIN)/ruff check .

@@ -12,7 +12,6 @@ from tests.models.tiny import tiny_model
 
 SPECS = (
     "full",
-    "snapkv:budget=12,window=4,kernel=3,slack=32",
     "h2o:budget=12,period=0",
     "kvzip:ratio=0.4,sinks=2,chunk=16,tail=3,instruction_ids=(5,6,-1,7,-1,8),rule=kvpress",
     "quest:budget=8,page=4,dense_layers=1",

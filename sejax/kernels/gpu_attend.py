@@ -55,7 +55,9 @@ def cutting(f: Facts, tune: Tuning) -> Cut:
     """Pieces enough to fill the card, partials that stay under 2^17 query rows."""
     blocks = -(-f.tokens // f.block)
     room = max(1, 2**17 // (min(f.tile, f.new * f.group) * f.items))
-    longest = max(tune.longest, -(-blocks // room))
+    # where longer pieces still go on the card at once, twice a multiprocessor, there is no tail to balance
+    longest = tune.longest * (2 if f.items * -(-blocks // (2 * tune.longest)) <= 264 else 1)
+    longest = max(longest, -(-blocks // room))
     pieces = max(1, min(32, room, 264 // f.items))
     return Cut(pieces, longest, max(pieces, -(-blocks // longest)))
 

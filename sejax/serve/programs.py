@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -237,7 +238,7 @@ class Programs:
         """
         began = time.perf_counter()
         lowered = itertools.chain(self._whole_programs(states, tables, live), self._layer_programs(states, stage, tables, live))
-        with ThreadPoolExecutor(2) as pool:
+        with ThreadPoolExecutor(max(2, (os.cpu_count() or 2) // 2)) as pool:
             waiting = {}
             for key, program in lowered:
                 waiting[pool.submit(program.compile)] = key

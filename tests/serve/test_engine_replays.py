@@ -36,12 +36,17 @@ def owned(engine: Engine) -> list[int]:
 
 def test_two_turns_beside_each_other_equal_the_functional_api(engine: Engine) -> None:
     tail, seen = RNG.integers(0, 256, 9).tolist(), []
-    monitoring.register_event_duration_secs_listener(lambda name, *_, **__: seen.append(name) if "compil" in name else None)
+
+    def listen(event: str, duration_secs: float, **_: object) -> None:
+        if "compil" in event:
+            seen.append(event)
+
+    monitoring.register_event_duration_secs_listener(listen)
     prompts = [LONG, LONG[:9], [3]]
     first = engine.generate(prompts, ANSWER)
     again = engine.generate([p + list(r.ids) + tail for p, r in zip(prompts, first, strict=True)], ANSWER)
+    monitoring.unregister_event_duration_listener(listen)
     assert not seen
-    monitoring.clear_event_listeners()
     for prompt, one, two in zip(prompts, first, again, strict=True):
         assert [list(one.ids), list(two.ids)] == greedy(engine.method, [(prompt, 6), (tail, 6)])
         assert two.usage.cached == len(prompt) + 5
