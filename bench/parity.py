@@ -19,11 +19,13 @@ import numpy as np
 import sejax
 from bench import forced
 from bench.needles import Case, case
+from bench.plot import insert
 from bench.timing import RESULTS, commit
 from sejax.models import families, gguf, loading
 from sejax.models.family import layer_shapes, top_shapes
 
 MODEL = "smollm2-135m"
+PAGE = pathlib.Path(__file__).parents[1] / "docs/quality.md"
 GOLDEN = pathlib.Path(__file__).parents[1] / "tests/golden/kvpress"
 SHORT = (("needle", 640, 0), ("pairs", 640, 0))
 MIDDLE = tuple((("needle", "pairs")[seed % 2], length, seed) for length, count in ((1024, 16), (2048, 4)) for seed in range(count))
@@ -213,7 +215,26 @@ def main(names: list[str]) -> int:
     result = summary([*found.values()]) | {"commit": commit()}
     file.write_text("".join(json.dumps(x) + "\n" for x in (*(line._asdict() for line in found.values()), {"summary": result})))
     print(json.dumps(result, indent=1))
+    insert(PAGE, "parity", table([*found.values()], result))
     return 0
+
+
+def table(lines: list[Line], result: dict[str, Any]) -> str:
+    """Markdown: the criteria by method, and over all."""
+    rows = ["| method | texts x budgets | tokens that differ | mean Jaccard | worst log-probability | arg-max | fact found, by kvpress |"]
+    rows.append("|---" * 7 + "|")
+    for method in SPECS:
+        if method == "full" or not (mine := [x for x in lines if x.method == method]):
+            continue
+        near, far = sum(x.near for x in mine), sum(x.far for x in mine)
+        agree = sum(x.agree for x in mine) / sum(x.total for x in mine)
+        both = f"{sum(x.found for x in mine)}, {sum(x.expected for x in mine)} of {len(mine)}"
+        middle = f"{near} near{f', {far} heads' if far else ''} | {np.mean([x.jaccard for x in mine]):.6f}"
+        rows.append(f"| `{method}` | {len(mine)} | {middle} | {max(x.worst for x in mine):.0e} | {agree:.2%} | {both} |")
+    texts = sorted({int(x.text.split("-")[1]) for x in lines})
+    counts = ", ".join(f"{len({x.text for x in lines if f'-{size}-' in x.text})} of {size}" for size in texts)
+    total = f"{result['flips']} of {result['pairs']} texts and budgets answered otherwise; {result['far_heads']} of {result['heads']} heads"
+    return "\n".join([*rows, "", f"Texts: {counts} tokens. {total} differ in a token that is not near the limit."])
 
 
 def shown(line: Line) -> str:

@@ -1,9 +1,11 @@
-"""Line charts as SVG text, for docs: panels side by side, one legend."""
+"""Line charts as SVG text, for docs: panels side by side, one legend; and tables that a run writes into a page."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
+from pathlib import Path
 from typing import NamedTuple
 
 COLOURS = "000000 1f77b4 ff7f0e 2ca02c d62728 9467bd 8c564b e377c2 17becf bcbd22 7f7f7f 0b6e4f b8860b 5b2a86"
@@ -39,6 +41,14 @@ def chart(panels: Sequence[Panel]) -> str:
     style = 'font-family="sans-serif" font-size="12" fill="none"'
     body = "\n".join(parts).replace("<text ", '<text fill="#222" ')
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>\n<rect width="100%" height="100%" fill="#fff"/>\n{body}\n</svg>\n'
+
+
+def insert(page: Path, name: str, text: str) -> None:
+    """Put text between the page's marks <!-- name --> and <!-- /name -->."""
+    begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+    whole, found = re.subn(f"(?s){begin}.*{end}", lambda _: f"{begin}\n{text}\n{end}", page.read_text())
+    assert found == 1, f"{page} has no marks {begin} and {end}"
+    page.write_text(whole)
 
 
 def _dash(index: int) -> str:

@@ -1,4 +1,5 @@
-"""What a smaller budget costs: `python -m bench.quality` runs every method on texts with a fact to find, `... draw` makes the figure.
+"""What a smaller budget costs: `python -m bench.quality` runs every method on texts with a fact to find, and writes docs/quality.md's
+figure and table (`... draw`: from the last results).
 
 One line a method and budget in bench/results/quality.jsonl: in how many texts every token of the fact is the arg-max (teacher-forced),
 and how much less likely the gold answer is, in nats a token, than when everything is read. SmolLM2-135M in float32.
@@ -17,11 +18,12 @@ import numpy as np
 import sejax
 from bench import forced
 from bench.needles import case
-from bench.plot import Panel, chart
+from bench.plot import Panel, chart, insert
 from bench.timing import RESULTS, commit
 
 MODEL, LENGTH, PARTS, TEXTS = "smollm2-135m", 512, (16, 8, 4, 2), 4
-FIGURE = pathlib.Path(__file__).parents[1] / "docs/quality.svg"
+IMAGE = "![Texts whose fact is found, and log-probability lost, against the budget](quality.svg)"
+PAGE = pathlib.Path(__file__).parents[1] / "docs/quality.md"
 SPECS = {
     "streamingllm": "streamingllm:recent={rest}",
     "snapkv": "snapkv:budget={n},window=16",
@@ -62,7 +64,8 @@ def measure(names: list[str], file: pathlib.Path) -> None:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown: accuracy and loss of every method at every budget."""
-    lines = ["| method | " + " | ".join(f"1/{part}" for part in PARTS) + " |", "|---" * (len(PARTS) + 1) + "|"]
+    lines = [f"{rows[0]['texts']} texts of {rows[0]['tokens']} tokens.", ""]
+    lines += ["| method | " + " | ".join(f"1/{part}" for part in PARTS) + " |", "|---" * (len(PARTS) + 1) + "|"]
     for name in dict.fromkeys(row["method"] for row in rows):
         of = {row["part"]: f"{row['accuracy']:.0%}, {row['loss']:+.2f}" for row in rows if row["method"] == name}
         lines.append(f"| `{name}` | " + " | ".join(of.get(part, of.get(1, "")) for part in PARTS) + " |")
@@ -89,7 +92,8 @@ def main(arguments: list[str]) -> int:
     if arguments[:1] != ["draw"]:
         measure(arguments or list(SPECS), file)
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    FIGURE.write_text(draw(rows))
+    PAGE.with_suffix(".svg").write_text(draw(rows))
+    insert(PAGE, "quality", f"{IMAGE}\n\n{table(rows)}")
     print(table(rows))
     return 0
 

@@ -26,7 +26,8 @@ HEADS, GROUP, DIM, LAYERS = 2, 2, 4, 2
 PROMPT, ANSWER, TURNS = 24, 7, 2  # most tokens of each
 CHUNKS = (1, 5, PROMPT)
 EXAMPLES = 200
-SUMS_DIFFER = ("rkv",)  # a copy's redundancy sums the same terms in another order: equal in mathematics only, so no ties there
+SUMS_DIFFER = ("rkv", "pooling=avg")  # a copy's score sums the same terms in another order: equal in mathematics only, so no copies
+TWO_TIE = "keydiff:ratio"  # two keys are equally unlike their mean, again up to rounding: where one of two must go, begin with three
 
 
 def evicting(case):
@@ -133,7 +134,8 @@ def test_kept_sets_equal_the_oracle(spec):
         st.booleans(),
     )
     def check(seed, prompts, answers, chunk, ties):
-        tokens = drawn(seed, ties and not spec.startswith(SUMS_DIFFER))
+        tokens = drawn(seed, ties and not any(part in spec for part in SUMS_DIFFER))
+        prompts = [max(prompts[0], 3 if spec.startswith(TWO_TIE) else 1), *prompts[1:]]
         held = np.asarray(run(*tokens, np.asarray(prompts, np.int32), np.asarray(answers, np.int32), np.int32(chunk)))
         reference, start = layer(0, LAYERS, HEADS, **arguments), 0
         for turn in range(TURNS):
