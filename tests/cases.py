@@ -1,8 +1,8 @@
 """The one list of methods that every law runs over: a method joins by one line.
 
 `spec`: small budgets, so that the laws' conversation (tests/laws/conversation.py) seals, trims and selects. `wide`: the same method with
-a budget that no conversation exceeds, where it must equal the baseline. `variant`: another setting of a method listed before; by
-default only the oracle's law runs over it, the others with `make slow`. A case that compacts between chunks says `chunked=True`.
+a budget that no conversation exceeds, where it must equal the baseline. `variant`: another setting of a method listed before; its
+laws run with `make slow`. A case that compacts between chunks says `chunked=True`.
 """
 
 from typing import NamedTuple

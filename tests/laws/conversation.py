@@ -113,7 +113,7 @@ class Programs:
         return np.stack(found), cache
 
 
-@functools.cache
+@functools.lru_cache(maxsize=8)  # a process can map only so much code: all cases' programs together are too many
 def programs(spec: str) -> Programs:
     return Programs(spec)
 
@@ -139,7 +139,7 @@ def kept(cache: Cache, slot: int) -> list[list[list[int]]]:
 _kept = jax.jit(functional.kept)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4)
 def take(method: Any) -> Any:
     """functional.take compiled for a method's caches (sizes are this file's)."""
     cache = jax.eval_shape(lambda: functional.init(model(), method, SLOTS, MAX_LEN))
@@ -147,7 +147,7 @@ def take(method: Any) -> Any:
     return lambda cache, slot: jitted(cache, jnp.int32(slot))
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4)
 def put(method: Any) -> Any:
     cache = jax.eval_shape(lambda: functional.init(model(), method, SLOTS, MAX_LEN))
     session = jax.eval_shape(functional.take, cache, 0)
@@ -191,10 +191,10 @@ def close(a: np.ndarray, b: np.ndarray, tolerance: float = 1e-4) -> bool:
     return bool(np.abs(a - b).max() <= tolerance * max(1.0, np.abs(b).max()))
 
 
-def each(variants: bool = False) -> pytest.MarkDecorator:
-    """Parametrize a law by the cases; a method's variants are slow tests unless the law asks for them."""
-    params = [
-        pytest.param(case, id=case.spec.replace(":", "-"), marks=[pytest.mark.slow] if case.variant and not variants else [])
-        for case in CASES
-    ]
-    return pytest.mark.parametrize("case", params)
+def each() -> pytest.MarkDecorator:
+    """Parametrize a law by the cases; a method's variants are slow tests.
+
+    Tests are grouped by case, whatever file they are in: its programs are compiled once, and let go before they are too many.
+    """
+    params = [pytest.param(case, id=case.spec.replace(":", "-"), marks=[pytest.mark.slow] if case.variant else []) for case in CASES]
+    return pytest.mark.parametrize("case", params, scope="session")

@@ -42,7 +42,7 @@ def test_law_1_the_same_program_on_the_same_input_gives_the_same_bits(case):
     assert equal(cache, p.run(p.cache(), 1, turns())[1])
 
 
-@each(variants=True)
+@cases
 def test_law_2_kept_sets_and_logits_equal_the_oracle(case):
     """The oracle (float64 numpy) also says what a seal or trim leaves (law 8). Logits: 2e-4 of the largest."""
     logits, held = straight(case.spec)

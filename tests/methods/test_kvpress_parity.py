@@ -10,7 +10,6 @@ from bench import parity
 from bench.needles import case
 from sejax.models import load
 
-TEXTS = [key for key in (*parity.SHORT, *parity.MIDDLE, *parity.LONG) if (parity.GOLDEN / f"{key[0]}-{key[1]}-{key[2]}.npz").exists()]
 METHODS = [name for name in parity.SPECS if name not in ("full", "kvzip")]  # replays take longer than all others together: slow
 pytestmark = pytest.mark.timeout(900)
 
@@ -39,11 +38,8 @@ def test_nothing_dropped(short):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_every_text(model):
-    lines = [line for key in TEXTS for line in parity.compare(model, case(model.tokenizer, *key))]
-    found = parity.summary(lines)
-    assert found["far_heads"] == 0 and found["jaccard"] >= 0.999, found
-    assert found["worst_dlogp_equal"] <= 5e-3 and found["argmax"] >= 0.995, found
-    assert found["flips"] <= 0.01 * found["pairs"], found
-    assert len(found["full_accuracy"]) == 2 and {line.method for line in lines} == set(parity.SPECS)
+def test_replays_of_a_short_text(model):
+    """`python -m bench.parity` compares every text at every budget; that takes an hour."""
+    [line] = parity.compare(model, case(model.tokenizer, *parity.SHORT[0]), ["kvzip"], [4])
+    assert line.far == 0 and line.jaccard >= 0.999 and line.agree == line.total and line.found == line.expected
+    assert line.near or line.worst <= 5e-3
