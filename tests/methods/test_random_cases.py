@@ -26,7 +26,7 @@ HEADS, GROUP, DIM, LAYERS = 2, 2, 4, 2
 PROMPT, ANSWER, TURNS = 24, 7, 2  # most tokens of each
 CHUNKS = (1, 5, PROMPT)
 EXAMPLES = 200
-SUMS_DIFFER = ("rkv", "pooling=avg")  # a copy's score sums the same terms in another order: equal in mathematics only, so no copies
+SUMS_DIFFER = ("rkv", "pooling=avg", "chunk=")  # a copy sums the same terms in another order: equal in mathematics only, so no copies
 TWO_TIE = "keydiff:ratio"  # two keys are equally unlike their mean, again up to rounding: where one of two must go, begin with three
 
 

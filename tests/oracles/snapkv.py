@@ -18,9 +18,9 @@ def by_chunk(score: np.ndarray, chunk: int) -> np.ndarray:
 
 
 class Oracle(Evicting):
-    chunk: int | None = None
-
     """score = pool(group mean of the window's summed attention); "shared": the largest over all query heads."""
+
+    chunk: int | None = None
 
     def score(self, head: int, window: int) -> np.ndarray:
         held = self.kept[head]
