@@ -42,8 +42,8 @@ STEPS: dict[str, tuple[str, int, int, float | None, float | None]] = {
     "step_dense/b4_t128k": ("full", 4, 131072, 23.32, 0.90),
     "step_quest/b16_t32k_k2k": ("quest:budget=2048", 16, 32768, 23.18, 0.78),
     "step_quest/b4_t128k_k2k": ("quest:budget=2048", 4, 131072, 23.32, 0.78),
-    "step_quest_lean/b16_t32k_k2k": ("quest:budget=2048,page=32,bits=8", 16, 32768, 23.18, 0.78),
-    "step_quest_lean/b4_t128k_k2k": ("quest:budget=2048,page=32,bits=8", 4, 131072, 23.32, 0.78),
+    "step_quest_lean/b16_t32k_k2k": ("quest:budget=2048,page=32", 16, 32768, 23.18, 0.78),
+    "step_quest_lean/b4_t128k_k2k": ("quest:budget=2048,page=32", 4, 131072, 23.32, 0.78),
     "step_snapkv/b64_k4k": ("snapkv:budget=4096,slack=288", 64, 4096, None, 0.87),
     "batch_full/b5_t128k": ("full", 5, 131072, None, None),
     "batch_snapkv/t128k_k8k": ("snapkv:budget=8192,slack=288", 84, 8192, None, None),
@@ -111,7 +111,7 @@ def cache_bytes(model: Model, method: Any, rows: int, length: int) -> int:
         return rows * length * token * config.layers
     page, dense = arguments["page"], arguments["dense_layers"]
     selecting = config.layers - dense
-    index = length // page * token * arguments["bits"] // 16  # two bounds a page, each as large as a key or half of it
+    index = length // page * token  # two bounds a page, each as large as a key
     return rows * (dense * length * token + selecting * (index + min(length, arguments["budget"]) * token))
 
 

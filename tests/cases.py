@@ -34,7 +34,6 @@ CASES = (
     Case("quest:budget=8,page=4,dense_layers=1", "quest:budget=128,page=4,dense_layers=0"),
     Case("quest:budget=6,page=2,dense_layers=0,heads=shared", "quest:budget=128,page=2,dense_layers=0,heads=shared", variant=True),
     Case("quest:budget=12,page=2,dense_layers=0,top_p=0.7", "quest:budget=128,page=2,top_p=1", variant=True),
-    Case("quest:budget=8,page=4,dense_layers=0,bits=8", "quest:budget=128,page=4,bits=8", variant=True),
     Case(
         "flashprefill:alpha=0.5,block=4,tile=2,sinks=1,window=2,last=3,shortest=10,page=4",
         "flashprefill:alpha=0,block=4,tile=4,sinks=0,window=1,last=1,shortest=0,page=4",

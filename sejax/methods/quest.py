@@ -57,7 +57,6 @@ def quest(
     dense_layers: int = 2,
     heads: Literal["each", "shared"] = "each",
     top_p: float = 1.0,
-    bits: Literal[16, 8] = 16,
 ) -> Method:
     """Read the pages whose key bounds allow the largest logits for this query.
 
@@ -78,7 +77,6 @@ def quest(
         dense_layers: first layers that read everything.
         heads: "each" kv head its own pages; "shared": one list, the largest score over all heads.
         top_p: share of the pages' weights that is enough, 0 to 1; with less than 1, budget is a cap.
-        bits: of a stored bound: 16 (the keys' own type) or 8 (float8_e4m3fn, rounded outward: half the index, looser bounds).
     """
     check(page >= 1, f"page={page} must be at least 1 token; the usual value is 16")
     nearest = max(1, round(budget / page)) * page
@@ -86,24 +84,23 @@ def quest(
     check(0 < top_p <= 1, f"top_p={top_p} must lie in (0, 1]; 1 reads budget tokens")
     check(dense_layers >= 0, f"dense_layers={dense_layers} must be >= 0")
     check(heads in ("each", "shared"), f'heads={heads!r} must be "each" or "shared"')
-    check(bits in (16, 8), f"bits={bits} must be 16 (bounds in the keys' type) or 8 (rounded outward)")
 
     def selection(spec: LayerSpec) -> Selection | None:
-        return bounds(budget, page, heads, top_p, bits) if spec.index >= dense_layers else None
+        return bounds(budget, page, heads, top_p) if spec.index >= dense_layers else None
 
-    arguments = dict(budget=budget, page=page, dense_layers=dense_layers, heads=heads, top_p=top_p, bits=bits)
+    arguments = dict(budget=budget, page=page, dense_layers=dense_layers, heads=heads, top_p=top_p)
     return composed("quest", arguments, raw(page), selection=selection)
 
 
-def bounds(budget: int, page: int, heads: str, top_p: float = 1.0, bits: int = 16) -> Selection:
+def bounds(budget: int, page: int, heads: str, top_p: float = 1.0) -> Selection:
     """The index: channel-wise bounds [N,H,D] of every page, kept with the page, so that they travel with it."""
 
     def applies(spec: LayerSpec, rows: int) -> bool:
         return rows > budget or top_p < 1
 
     def init(spec: LayerSpec, pages: int) -> Leaves:
-        shape, dtype = (pages, spec.heads, spec.head_dim), jnp.float8_e4m3fn if bits == 8 else spec.dtype
-        return {"low": jnp.zeros(shape, dtype), "high": jnp.zeros(shape, dtype)}
+        shape = (pages, spec.heads, spec.head_dim)
+        return {"low": jnp.zeros(shape, spec.dtype), "high": jnp.zeros(shape, spec.dtype)}
 
     def observe(leaves: Leaves, table: Array, row: Array, keys: Array) -> Leaves:
         pages, heads = leaves["low"].shape[:2]

@@ -1,6 +1,5 @@
 """Pages by the upper bound of their logits, the last page always (METHODS 0 and 6.1)."""
 
-import ml_dtypes
 import numpy as np
 
 from tests.oracles.transformer import Layer, New, softmax
@@ -14,26 +13,17 @@ def chosen(bounds: list[float], count: int, top_p: float = 1.0, dim: int = 1) ->
     return sorted(needed[: count - 1]) + [len(bounds) - 1]
 
 
-EIGHT_BITS = np.unique(np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(float))
-EIGHT_BITS = EIGHT_BITS[np.isfinite(EIGHT_BITS)]
-
-
 class Oracle(Layer):
     budget: int
     page: int
     top_p: float
-    bits: int
 
     def bound(self, head: int, query: np.ndarray) -> list[float]:
         """For each page the largest over the group of sum_d max(q_d max_d, q_d min_d)."""
         held, found = self.kept[head], []
         for i in range(0, len(held), self.page):
             keys = np.stack([self.k[p][head] for p in held[i : i + self.page]])
-            low, high = keys.min(0), keys.max(0)
-            if self.bits == 8:
-                low = EIGHT_BITS[np.searchsorted(EIGHT_BITS, low, "right") - 1]
-                high = EIGHT_BITS[np.searchsorted(EIGHT_BITS, high, "left")]
-            found.append(np.maximum(query * high, query * low).sum(-1).max())
+            found.append(np.maximum(query * keys.max(0), query * keys.min(0)).sum(-1).max())
         return found
 
     def read(self, new: New) -> np.ndarray:
