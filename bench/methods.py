@@ -1,7 +1,8 @@
 """Decode step time against context length, every method, on a GPU: `python -m bench.methods [NAME ...]`.
 
 Programs of Qwen3-8B's layers, 16 rows, random bf16 weights and pools filled without a prefill, for DEPTHS layers each; the time of 36
-layers follows from the difference. What a method keeps is filled as after a prompt of that length.
+layers follows from the difference. What a method keeps is filled as after a prompt of that length. Left
+out: methods whose layers or heads keep different numbers of rows (pyramidkv, kvzip), skipkv (as rkv), flashprefill (prompts only).
 """
 
 from __future__ import annotations
@@ -16,9 +17,8 @@ from bench.timing import record
 
 ROWS, LAYERS, DEPTHS = 16, 36, (3, 7)
 CONTEXTS = (8192, 32768, 65536)
-SPECS: dict[
-    str, tuple[str, int | None, bool]
-] = {  # spec, rows kept of a longer context (None: all), whether its prompt end builds an index
+type Spec = tuple[str, int | None, bool]  # spec, rows kept of a longer context (None: all), whether its prompt's end builds an index
+SPECS: dict[str, Spec] = {
     "full": ("full", None, False),
     "streamingllm": ("streamingllm:sinks=4,recent=4092", 4096, False),
     "snapkv": ("snapkv:budget=4096", 4096, False),
