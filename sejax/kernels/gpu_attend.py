@@ -2,7 +2,8 @@
 
 An item (row, kv head, query tile) is cut into pieces by its own length alone, so an answer never depends on a row's
 neighbours. A program attends to one piece; the card's scheduler balances them, and nothing beyond a row's length is read. Each
-piece leaves an fp32 partial; a second kernel merges an item's partials by log-sum-exp (FlashDecoding).
+piece leaves an fp32 partial; a second kernel merges an item's partials by log-sum-exp (FlashDecoding). Items of a single piece
+leave the answer itself.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from sejax.kernels.gpu_view import Facts, arrays, facts, load, logits2, place, queries, rows_of, span
-from sejax.kernels.launch import FAR, dot, launch, pow2, store
+from sejax.kernels.launch import FAR, bound, dot, launch, pow2, store
 from sejax.types import Array, AttentionView
 
 LN2 = 0.6931471805599453
 
 
 class Tuning(NamedTuple):
-    """block: listed tokens a step; tile: query rows; longest: blocks of a piece at most; programs: at most, beyond they loop."""
+    """block: listed tokens a step; tile: query rows; longest: blocks of a piece at most; programs: at most, beyond they loop;
+    fill: programs that fill the card, into which few items are cut (a multiprocessor's worth of items, 128, stay whole)."""
 
     block: int = 64
     tile: int = 16
@@ -31,6 +33,7 @@ class Tuning(NamedTuple):
     programs: int = 4096
     warps: int = 2
     stages: int = 5
+    fill: int = 255
 
 
 def tuning(size: int, itemsize: int, queries: int, pairs: int = 1) -> Tuning:
@@ -56,9 +59,10 @@ def cutting(f: Facts, tune: Tuning) -> Cut:
     blocks = -(-f.tokens // f.block)
     room = max(1, 2**17 // (min(f.tile, f.new * f.group) * f.items))
     # where longer pieces still go on the card at once, twice a multiprocessor, there is no tail to balance
-    longest = tune.longest * (2 if f.items * -(-blocks // (2 * tune.longest)) <= 264 else 1)
+    double = f.items * -(-blocks // (2 * tune.longest)) <= 264 or (f.items > 264 and blocks <= 2 * tune.longest)
+    longest = tune.longest * (2 if double else 1)
     longest = max(longest, -(-blocks // room))
-    pieces = max(1, min(32, room, 264 // f.items))
+    pieces = max(1, min(32, room, tune.fill // f.items))
     return Cut(pieces, longest, max(pieces, -(-blocks // longest)))
 
 
@@ -114,8 +118,15 @@ def _attend_piece(refs: dict[str, Any], f: Facts, cut: Cut, item: Array, n: Arra
     top, total, acc = lax.fori_loop(n * piece, jnp.minimum((n + 1) * piece, blocks), step, nothing)
     some = total > 0
     total = jnp.where(some, total, 1.0)
+    lse = jnp.where(some, top + jnp.log2(total), -jnp.inf)
+    if cut.slots == 1:
+        store(refs["out_lse"], r, t, h, g, value=lse * LN2, mask=(m < f.new * f.group))
+        t, g = (jnp.broadcast_to(x[:, None], ok.shape) for x in (t, g))
+        value = (acc / total[:, None]).astype(refs["out"].dtype)
+        store(refs["out"], r, t, h, g, d, value=value, mask=jnp.broadcast_to((m < f.new * f.group)[:, None], ok.shape) & (d < f.value))
+        return
     slot = item * cut.slots + n
-    store(refs["lse"], slot, m - tile * f.tile, value=jnp.where(some, top + jnp.log2(total), -jnp.inf), mask=real)
+    store(refs["lse"], slot, m - tile * f.tile, value=lse, mask=real)
     store(refs["part"], slot, row, d, value=acc / total[:, None], mask=ok)
 
 
@@ -179,17 +190,22 @@ def attend(q: Array, view: AttentionView, tune: Tuning | None = None) -> tuple[A
     f = facts(q, view, tune.tile, tune.block)
     cut = cutting(f, tune)
     named = arrays(q, view)
-    wide = min(f.tile, new * group)
-    slots = f.items * cut.slots
-    shapes = [jax.ShapeDtypeStruct((slots, wide, f.value), jnp.float32), jax.ShapeDtypeStruct((slots, wide), jnp.float32)]
-    programs = min(slots, tune.programs)
-    kernel = functools.partial(_split, names=(*named, "part", "lse"), f=f, cut=cut, programs=programs)
-    part, part_lse = launch(kernel, (programs,), shapes, list(named.values()), name="attend_split", warps=tune.warps, stages=tune.stages)
-    shapes = [
+    answer = [
         jax.ShapeDtypeStruct((rows, new, heads, group, f.value), q.dtype),
         jax.ShapeDtypeStruct((rows, new, heads, group), jnp.float32),
     ]
+    wide = min(f.tile, new * group)
+    slots = f.items * cut.slots
+    programs = min(slots, tune.programs)
+    split = functools.partial(launch, name="attend_split", warps=tune.warps, stages=tune.stages)
+    if cut.slots == 1:
+        kernel = bound(_split, names=(*named, "out", "out_lse"), f=f, cut=cut, programs=programs)
+        out, lse = split(kernel, (programs,), answer, list(named.values()))
+        return out, lse
+    shapes = [jax.ShapeDtypeStruct((slots, wide, f.value), jnp.float32), jax.ShapeDtypeStruct((slots, wide), jnp.float32)]
+    kernel = bound(_split, names=(*named, "part", "lse"), f=f, cut=cut, programs=programs)
+    part, part_lse = split(kernel, (programs,), shapes, list(named.values()))
     named = {name: named[name] for name in ("length", "first", "own") if name in named} | {"part": part, "lse": part_lse}
-    kernel = functools.partial(_merge, names=(*named, "out", "out_lse"), f=f, cut=cut)
-    out, lse = launch(kernel, (f.items, wide), shapes, list(named.values()), name="attend_merge")
+    kernel = bound(_merge, names=(*named, "out", "out_lse"), f=f, cut=cut)
+    out, lse = launch(kernel, (f.items, wide), answer, list(named.values()), name="attend_merge")
     return out, lse

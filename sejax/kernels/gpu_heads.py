@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from sejax.kernels.launch import launch, load, pow2, store
+from sejax.kernels.launch import bound, launch, load, pow2, store
 from sejax.types import Array
 
 
@@ -51,7 +50,7 @@ def turned(
     """See `kernels.heads.turned`."""
     rows, size = len(qkv), 2 * cos.shape[1]
     named = {"qkv": qkv, "cos": cos, "sin": sin} | (dict(zip(("q_norm", "k_norm"), norms, strict=True)) if norms else {})
-    kernel = functools.partial(_turn, names=(*named, "q", "k", "v"), heads=heads, group=group, size=size, eps=eps)
+    kernel = bound(_turn, names=(*named, "q", "k", "v"), heads=heads, group=group, size=size, eps=eps)
     shapes = [jax.ShapeDtypeStruct((rows, *s, size), qkv.dtype) for s in ((heads, group), (heads,), (heads,))]
     q, k, v = launch(kernel, (rows, heads * (group + 2)), shapes, list(named.values()), name="turn_heads", warps=1)
     return q, k, v

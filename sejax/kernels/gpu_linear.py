@@ -7,7 +7,6 @@ the matrix unit, whose pipeline a norm would break: theirs is a kernel of its ow
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from sejax.kernels.launch import dot, launch, load, pow2, store
+from sejax.kernels.launch import bound, dot, launch, load, pow2, store
 from sejax.types import Array
 
 MOST = 64  # rows: beyond, products are bound by arithmetic and the library's are better
@@ -119,7 +118,7 @@ def product(
         x, norm = rms_norm(x, norm, eps), None
     named = {"x": x, "w": w, "bias": bias, "norm": norm, "residual": residual}
     named = {name: array for name, array in named.items() if array is not None}
-    kernel = functools.partial(_rows, names=(*named, "out"), tune=tune, eps=eps, gate=gate)
+    kernel = bound(_rows, names=(*named, "out"), tune=tune, eps=eps, gate=gate)
     shape = jax.ShapeDtypeStruct((rows, outs), dtype or x.dtype)
     grid = (-(-outs // tune.outs),)
     return launch(kernel, grid, [shape], list(named.values()), name="few_rows", warps=tune.warps, stages=tune.stages)[0]
@@ -143,7 +142,7 @@ def _normed(x: Any, weight: Any, out: Any, *, size: int, eps: float) -> None:
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     """x [n,in], weight [in]; see `kernels.linear.rms_norm`."""
-    kernel = functools.partial(_normed, size=x.shape[1], eps=eps)
+    kernel = bound(_normed, size=x.shape[1], eps=eps)
     shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
     return launch(kernel, (len(x),), [shape], [x, weight], name="rms_norm", warps=8 if x.shape[1] > 1024 else 4)[0]
 

@@ -7,7 +7,6 @@ one block of keys instead. Products are taken keys first: the sum over queries t
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from sejax.kernels.gpu_view import LOG2E, Facts, arrays, facts, load, logits2, place, queries, rows_of, span
-from sejax.kernels.launch import launch, pow2, store
+from sejax.kernels.launch import bound, launch, pow2, store
 from sejax.types import Array, AttentionView
 
 
@@ -88,7 +87,7 @@ def mass(q: Array, view: AttentionView, lse: Array, real: Array, tune: Tuning | 
     f = facts(q, view, tile, min(tune.block, max(16, pow2(listed))))
     steps = min(tune.steps, -(-listed // f.block))
     named = {name: array for name, array in arrays(q, view).items() if name != "v"} | {"lse": lse}
-    kernel = functools.partial(_mass, names=(*named, "mass"), f=f, steps=steps, groups=groups)
+    kernel = bound(_mass, names=(*named, "mass"), f=f, steps=steps, groups=groups)
     shape = jax.ShapeDtypeStruct((rows, heads, group, listed), jnp.float32)
     grid = (rows * heads, -(-listed // (f.block * steps)))
     return launch(kernel, grid, [shape], list(named.values()), name="attend_mass", warps=tune.warps, stages=tune.stages)[0]

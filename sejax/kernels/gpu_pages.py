@@ -7,7 +7,6 @@ registers, then compacts by one running count; wide rows are first cut to the k 
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from sejax.kernels.launch import dot, launch, load, pow2, store
+from sejax.kernels.launch import bound, dot, launch, load, pow2, store
 from sejax.types import Array
 
 WIDE = 8192  # entries one program selects from: what its registers hold
@@ -69,7 +68,7 @@ def page_scores(
     block = min(block, max(16, pow2(width)))
     steps = min(steps, -(-width // block))
     grid = (rows * heads * -(-width // (block * steps)),)
-    kernel = functools.partial(_scores, block=block, steps=steps)
+    kernel = bound(_scores, block=block, steps=steps)
     shape = jax.ShapeDtypeStruct((rows, heads, width), jnp.float32)
     return launch(kernel, grid, [shape], [q, low, high, ids, count], name="page_scores", warps=warps, stages=stages)[0]
 
@@ -98,12 +97,11 @@ def _threshold(key: Array, want: Array) -> Array:
     return lax.while_loop(more, narrow, state)[1] ^ LEAST
 
 
-def _select(scores: Any, out: Any, values: Any, *, k: int, piece: int, tile: int) -> None:
-    row, part = pl.program_id(0), pl.program_id(1)
-    width = scores.shape[1]
+def _chosen(scores: Any, row: Array, part: Array, k: int, piece: int, tile: int) -> tuple[Array, Array, Array, Array, Array]:
+    """The k best of a piece: per lane its index, score, whether it is chosen and its slot (k: none); and how many there are."""
     local = jnp.arange(tile, dtype=jnp.int32)
     at = part * piece + local
-    inside = (local < piece) & (at < width)
+    inside = (local < piece) & (at < scores.shape[1])
     value = load(scores, row, at, mask=inside, other=-jnp.inf)
     bits = lax.bitcast_convert_type(value, jnp.int32)
     key = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
@@ -117,12 +115,65 @@ def _select(scores: Any, out: Any, values: Any, *, k: int, piece: int, tile: int
     ties = want - jnp.sum(above.astype(jnp.int32))
     chosen = (above | (equal & (n_equal <= ties))) & (want > 0)
     slot = jnp.where(chosen, n_above + jnp.minimum(n_equal, ties) - 1, k)  # k: nobody's, so no two lanes share a slot
+    return at, value, chosen, slot, want
+
+
+def _select(scores: Any, out: Any, values: Any, *, k: int, piece: int, tile: int) -> None:
+    row, part = pl.program_id(0), pl.program_id(1)
+    at, value, chosen, slot, want = _chosen(scores, row, part, k, piece, tile)
     store(out, row, part, slot, value=at, mask=chosen)
     store(values, row, part, slot, value=value, mask=chosen)
     rest = jnp.arange(pow2(k), dtype=jnp.int32)
     empty = (rest >= want) & (rest < k)
-    store(out, row, part, rest, value=jnp.full(rest.shape, width), mask=empty)
+    store(out, row, part, rest, value=jnp.full(rest.shape, scores.shape[1]), mask=empty)
     store(values, row, part, rest, value=jnp.full(rest.shape, -jnp.inf, jnp.float32), mask=empty)
+
+
+def _listed(*refs_: Any, names: tuple[str, ...], k: int, page: int, tile: int) -> None:
+    refs = dict(zip(names, refs_, strict=True))
+    scores, table, out, row = refs["scores"], refs["table"], refs["out"], pl.program_id(0)
+    heads, width = refs["n"].shape[1], table.shape[1]
+    r, h = lax.div(row, heads), lax.rem(row, heads)
+    at, _, chosen, slot, want = _chosen(scores, row, jnp.int32(0), k, scores.shape[1], tile)
+    if "pages" in refs:  # candidates of a wide row: which pages they are
+        at = load(refs["pages"], row, at, mask=chosen, other=0)
+    held = refs["n"][r, h]
+    others = jnp.maximum(lax.div(held + page - 1, page) - 1, 0)
+    store(out, r, h, slot, value=load(table, r, at, mask=chosen, other=0) * heads + h, mask=chosen)
+    rest = jnp.arange(pow2(k + 1), dtype=jnp.int32)
+    tail = (rest >= want) & (rest <= k)
+    last = load(table, r, jnp.where(rest == want, jnp.minimum(others, width - 1), width - 1), mask=tail, other=0)
+    store(out, r, h, rest, value=last * heads + h, mask=tail)
+    refs["length"][r, h] = jnp.where(held > 0, want * page + held - others * page, 0)
+
+
+def listed(scores: Array, k: int, table: Array, n: Array, page: int) -> tuple[Array, Array]:
+    """See `kernels.pages.listed`; one program a row and head, after one that cuts wide rows to candidates."""
+    rows, heads, width = scores.shape
+    named = {"scores": scores.reshape(-1, width), "table": table, "n": n}
+    if width > WIDE:
+        named["pages"], named["scores"] = _candidates(named["scores"], k)
+    shapes = [jax.ShapeDtypeStruct((rows, heads, k + 1), jnp.int32), jax.ShapeDtypeStruct((rows, heads), jnp.int32)]
+    tile = max(16, pow2(named["scores"].shape[1]))
+    kernel = bound(_listed, names=(*named, "out", "length"), k=k, page=page, tile=tile)
+    out, length = launch(kernel, (rows * heads,), shapes, [*named.values()], name="list_pages", warps=4 if tile <= 1024 else 8)
+    return out, length
+
+
+def lists(scores: Array, k: int, table: Array, n: Array, page: int) -> bool:
+    """Whether `listed` covers it: rows whose candidates one program's registers hold, one table for all heads."""
+    return selects(scores, k) and -(-scores.shape[-1] // _piece(k)) * k <= WIDE and table.ndim == 2
+
+
+def _piece(k: int) -> int:
+    """Entries of a wide row from which k candidates come."""
+    return max(WIDE // 4, pow2(2 * k))
+
+
+def _candidates(scores: Array, k: int, piece: int | None = None, warps: int | None = None) -> tuple[Array, Array]:
+    """The k best of each piece of wide rows: indices and scores, in ascending order, so that a tie still goes to the lowest."""
+    at, best = (x.reshape(len(scores), -1) for x in _best(scores, k, piece or _piece(k), warps))
+    return at, best
 
 
 def _best(scores: Array, k: int, piece: int, warps: int | None = None) -> tuple[Array, Array]:
@@ -131,7 +182,7 @@ def _best(scores: Array, k: int, piece: int, warps: int | None = None) -> tuple[
     pieces = -(-width // piece)
     tile = max(16, pow2(min(piece, width)))
     shapes = [jax.ShapeDtypeStruct((rows, pieces, k), dtype) for dtype in (jnp.int32, jnp.float32)]
-    kernel = functools.partial(_select, k=k, piece=min(piece, width), tile=tile)
+    kernel = bound(_select, k=k, piece=min(piece, width), tile=tile)
     warps = warps or (4 if pieces > 1 or tile <= 1024 else 8)
     at, best = launch(kernel, (rows, pieces), shapes, [scores], name="select", warps=warps)
     return at, best
@@ -147,8 +198,7 @@ def select(scores: Array, k: int, warps: int | None = None, piece: int | None = 
     if width <= WIDE:
         at = _best(flat, k, WIDE, warps)[0][:, 0]
     else:
-        # Candidates stay in ascending order, so a tie among them still goes to the lowest index.
-        found, best = (x.reshape(flat.shape[0], -1) for x in _best(flat, k, piece or max(WIDE // 4, pow2(2 * k)), warps))
+        found, best = _candidates(flat, k, piece, warps)
         inner = select(best, k)
         at = jnp.take_along_axis(jnp.pad(found, ((0, 0), (0, 1)), constant_values=width), inner, axis=1)
     return at.reshape(*scores.shape[:-1], k)

@@ -6,7 +6,6 @@ its own run-time key length, so ragged heads need nothing special and one compil
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -15,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from sejax.kernels.gpu_view import Facts, facts, place, rows_of
-from sejax.kernels.launch import launch, pow2, store
+from sejax.kernels.launch import bound, launch, pow2, store
 from sejax.types import Array, AttentionView
 
 ALIGN = 256  # cuDNN reads whole tiles of keys: what it may touch beyond the length must be finite
@@ -47,7 +46,7 @@ def contiguous(view: AttentionView, start: Array, stop: Array, tokens: int, fill
     f = facts(shape, view, 16, block)
     outs = [jax.ShapeDtypeStruct((rows, heads, tokens, pool.shape[-1]), pool.dtype) for pool in (view.k, view.v)]
     grid = (rows * heads, -(-tokens // block))
-    kernel = functools.partial(_copy, f=f, fill=fill)
+    kernel = bound(_copy, f=f, fill=fill)
     k, v = launch(kernel, grid, outs, [view.k, view.v, view.ids, start, stop], name="contiguous")
     return k, v
 

@@ -5,7 +5,6 @@ XLA needs a locate, a scatter and their fusions for each leaf of each layer; a d
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from sejax.kernels.launch import launch, load, pow2, store
+from sejax.kernels.launch import bound, launch, load, pow2, store
 from sejax.kernels.rounding import outward
 from sejax.types import Array
 
@@ -56,7 +55,7 @@ def put(leaves: tuple[Array, ...], table: Array, row: Array, values: tuple[Array
     rows, new, heads = row.shape
     block = min(16, pow2(new))
     count = len(leaves)
-    kernel = functools.partial(_put, count=count, block=block)
+    kernel = bound(_put, count=count, block=block)
     shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
     aliases = {2 + count + i: i for i in range(count)}
     grid = (rows * heads, -(-new // block))
@@ -97,7 +96,7 @@ def claim(n: Array, dropped: Array, slot: Array, count: Array, new: int, room: i
         jax.ShapeDtypeStruct((len(slot), new, n.shape[1]), jnp.int32),
         *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (n, dropped)),
     ]
-    kernel = functools.partial(_claim, room=room)
+    kernel = bound(_claim, room=room)
     row, n, dropped = launch(kernel, (len(slot),), shapes, [slot, count, n, dropped], name="claim_rows", warps=1, aliases={2: 1, 3: 2})
     return row, n, dropped
 
@@ -107,21 +106,29 @@ def claims(n: Array, dropped: Array, slot: Array, count: Array, new: int, room: 
     return n.size > 0 and slot.size > 0 and 0 < new * n.shape[1] <= 2048
 
 
-def _bounds(k: Any, page: Any, offset: Any, low_in: Any, high_in: Any, low: Any, high: Any, *, block: int) -> None:
+def _bounds(k: Any, table: Any, row: Any, low_in: Any, high_in: Any, low: Any, high: Any, *, page: int, block: int) -> None:
     pages, heads, size = low.shape
     new = k.shape[1]
     pair = pl.program_id(0)
     h, r = lax.rem(pair, heads), lax.div(pair, heads)
     t = pl.program_id(1) * block + jnp.arange(block, dtype=jnp.int32)
-    mine = load(page, r, t, h, mask=t < new, other=pages)
-    before = load(page, r, jnp.maximum(t - 1, 0), h, mask=(t > 0) & (t < new), other=-1)
-    leads = (mine >= 0) & (mine < pages) & (before != mine)
-    fresh = load(offset, r, t, h, mask=leads, other=0) == 0
+
+    def entry(t: Array, real: Array) -> tuple[Array, Array]:
+        """Page (`pages`: none) and offset of tokens."""
+        at = load(row, r, jnp.minimum(t, new - 1), h, mask=real, other=-1)
+        inside = real & (at >= 0) & (lax.div(at, page) < table.shape[1])
+        found = load(table, r, lax.div(at, page), mask=inside, other=-1)
+        return jnp.where((found >= 0) & (found < pages), found, pages), lax.rem(at, page)
+
+    mine, offset = entry(t, t < new)
+    before, _ = entry(jnp.maximum(t - 1, 0), (t > 0) & (t < new))
+    leads = (mine < pages) & (before != mine)
+    fresh = leads & (offset == 0)
     width = pow2(size)
     at_t, d = _wide(t, width)
 
     def same(i: Array) -> Array:
-        return leads & (load(page, r, jnp.minimum(t + i, new - 1), h, mask=t + i < new, other=-1) == mine)
+        return leads & (entry(t + i, t + i < new)[0] == mine)
 
     def more(state: tuple[Array, Array, Array]) -> Array:
         return jnp.sum(same(state[0]).astype(jnp.int32)) > 0
@@ -147,23 +154,23 @@ def _bounds(k: Any, page: Any, offset: Any, low_in: Any, high_in: Any, low: Any,
     store(high, *spot, value=most.astype(high.dtype), mask=mask)
 
 
-def append_bounds(low: Array, high: Array, k: Array, page: Array, offset: Array) -> tuple[Array, Array]:
+def append_bounds(low: Array, high: Array, k: Array, table: Array, row: Array, page: int) -> tuple[Array, Array]:
     """Widen the bounds of the pages new keys fall into; a page's first token resets them. See `kernels.pages`.
 
-    low, high [N,H,D]; k [R,T,H,D]; page, offset i32[R,T,H] (page N: dropped); a page's tokens are neighbours in T.
+    low, high [N,H,D]; k [R,T,H,D]; table i32[R,M]; row i32[R,T,H] (negative: none), a page's tokens are neighbours in T.
     """
-    rows, new, heads = page.shape
+    rows, new, heads = row.shape
     block = min(16, pow2(new))
     shapes = [jax.ShapeDtypeStruct(low.shape, low.dtype), jax.ShapeDtypeStruct(high.shape, high.dtype)]
     grid = (rows * heads, -(-new // block))
-    kernel = functools.partial(_bounds, block=block)
-    args = [k, page, offset, low, high]
+    kernel = bound(_bounds, page=page, block=block)
+    args = [k, table, row, low, high]
     low, high = launch(kernel, grid, shapes, args, name="append_bounds", warps=1 if new == 1 else 4, aliases={3: 0, 4: 1})
     return low, high
 
 
-def bounded(low: Array, high: Array, k: Array, page: Array, offset: Array, head: Array | None = None) -> bool:
-    """Whether `append_bounds` covers it: floats, keys of 16 or 32 bits, offsets in 32 bits, each head in its own slice."""
+def bounded(low: Array, high: Array, k: Array, table: Array, row: Array, page: int) -> bool:
+    """Whether `append_bounds` covers it: floats, keys of 16 or 32 bits, offsets in 32 bits, one table for all heads."""
     plain = {"float32", "bfloat16", "float16"}
     kinds = {low.dtype.name, high.dtype.name} <= plain | {"float8_e4m3fn"} and k.dtype.name in plain
-    return head is None and page.size > 0 and low.size < 2**31 and kinds
+    return table.ndim == 2 and row.size > 0 and table.size > 0 and low.size < 2**31 and kinds

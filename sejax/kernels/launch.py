@@ -6,6 +6,7 @@ Kernel bodies see whole arrays, never blocks: they index every axis by arrays an
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,6 +35,12 @@ def on_gpu() -> bool:
     return plgpu.is_gpu_device() if PALLAS else jax.default_backend() == "gpu"
 
 
+@functools.lru_cache(maxsize=2048)
+def bound(kernel: Callable[..., None], **static: Any) -> Callable[..., None]:
+    """A kernel with its static arguments: the same object for the same ones, so that layers share what JAX traced and lowered of it."""
+    return functools.partial(kernel, **static)
+
+
 def launch(
     kernel: Callable[..., None],
     grid: tuple[int, ...],
@@ -46,15 +53,29 @@ def launch(
     aliases: dict[int, int] | None = None,
 ) -> list[Array]:
     """Run `kernel(*arg_refs, *out_refs)` over a static grid. `aliases` maps an argument to the output that reuses it."""
+    return _made(kernel, grid, tuple(outs), name, warps, stages, tuple((aliases or {}).items()), not on_gpu())(*args)
+
+
+@functools.lru_cache(maxsize=2048)
+def _made(
+    kernel: Callable[..., None],
+    grid: tuple[int, ...],
+    outs: tuple[jax.ShapeDtypeStruct, ...],
+    name: str,
+    warps: int,
+    stages: int,
+    aliases: tuple[tuple[int, int], ...],
+    interpret: bool,
+) -> Callable[..., list[Array]]:
     return pl.pallas_call(
         kernel,
         grid=grid,
         out_shape=list(outs),
-        input_output_aliases=aliases or {},
+        input_output_aliases=dict(aliases),
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
-        interpret=not on_gpu(),
+        interpret=interpret,
         name=name,
-    )(*args)
+    )
 
 
 def load(ref: Any, *index: Any, mask: Array | None = None, other: Any = None) -> Array:

@@ -13,23 +13,24 @@ from jax import lax
 
 from sejax.kernels import dispatch
 from sejax.kernels.rounding import outward
-from sejax.kernels.rows import head_pages
+from sejax.kernels.rows import head_pages, spots
 from sejax.types import Array
 
 
 @dispatch.append_bounds
-def append_bounds(low: Array, high: Array, k: Array, page: Array, offset: Array, head: Array | None = None) -> tuple[Array, Array]:
+def append_bounds(low: Array, high: Array, k: Array, table: Array, row: Array, page: int) -> tuple[Array, Array]:
     """Widen the bounds of the pages that new keys fall into; a page's first token resets them.
 
-    low, high [N,H,D]; k [R,T,H,D]; page, offset i32[R,T,H] (page N: dropped), head: the head slice, where it is not the key's own.
+    low, high [N,H,D]; k [R,T,H,D] of the token rows i32[R,T,H] (negative: none); table as in `rows.spots`, of `page` tokens a page.
     """
-    head = jnp.arange(low.shape[1]) if head is None else head
-    opened = jnp.where(offset == 0, page, low.shape[0])
-    k = k.astype(jnp.float32)
+    pages, heads = low.shape[:2]
+    at, head, offset = spots((pages, heads, page), table, jnp.swapaxes(row, 1, 2))
+    opened = jnp.where(offset == 0, at, pages)
+    k = jnp.swapaxes(k, 1, 2).astype(jnp.float32)
     least, most = outward(k, low.dtype, False).astype(low.dtype), outward(k, high.dtype, True).astype(high.dtype)
     limit = float(jnp.finfo(low.dtype).max)
-    low = low.at[opened, head].set(limit, mode="drop").at[page, head].min(least, mode="drop")
-    high = high.at[opened, head].set(-limit, mode="drop").at[page, head].max(most, mode="drop")
+    low = low.at[opened, head].set(limit, mode="drop").at[at, head].min(least, mode="drop")
+    high = high.at[opened, head].set(-limit, mode="drop").at[at, head].max(most, mode="drop")
     return low, high
 
 
@@ -76,3 +77,26 @@ def select(scores: Array, k: int) -> Array:
     if k > width:
         at = jnp.pad(at, [(0, 0)] * (at.ndim - 1) + [(0, k - width)], constant_values=width)
     return at
+
+
+@dispatch.listed
+def listed(scores: Array, k: int, table: Array, n: Array, page: int) -> tuple[Array, Array]:
+    """The k best pages of each head and its last one, as a list to attend to.
+
+    scores f32[R,H,M] of the pages before the last, -inf beyond; table i32[R,M] or i32[R,H,M]; n i32[R,H] rows held, `page` a page.
+    Returns head pages i32[R,H,k+1] ascending (behind the list: any), and the tokens listed i32[R,H].
+    """
+    return listing(select(scores, k), table, n, page)
+
+
+def listing(chosen: Array, table: Array, n: Array, page: int) -> tuple[Array, Array]:
+    """`listed` of pages that are chosen: i32[R,H,k] ascending, tail M."""
+    pages, heads = table.shape[-1], n.shape[1]
+    others = jnp.maximum(-(-n // page) - 1, 0)
+    found = jnp.sum(chosen < pages, axis=-1)
+    # The last page goes right behind the chosen ones: the list stays ascending, and its end may be partial.
+    chosen = jnp.pad(chosen, [(0, 0), (0, 0), (0, 1)], constant_values=pages)
+    chosen = jnp.where(jnp.arange(chosen.shape[-1]) == found[..., None], others[..., None], chosen)
+    at_page, head = head_pages(table, heads)
+    entry = jnp.take_along_axis(at_page * heads + head, jnp.clip(chosen, 0, pages - 1), axis=-1)
+    return entry, jnp.where(n > 0, found * page + n - others * page, 0).astype(jnp.int32)

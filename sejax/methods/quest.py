@@ -12,7 +12,7 @@ from sejax.cache.retention import over_heads
 from sejax.cache.selection import Picked, Selection
 from sejax.cache.storage import Leaves, raw
 from sejax.kernels import pages as kernel
-from sejax.kernels.rows import head_pages, locate, spots
+from sejax.kernels.rows import head_pages
 from sejax.types import Array, LayerSpec, Method
 
 
@@ -32,23 +32,16 @@ def pages_read(q: Array, low: Array, high: Array, table: Array, n: Array, budget
 
     q [R,H,G,D]; low, high [N,H,D]; table i32[R,M] pages or i32[R,H,M] head pages; n i32[R,H] rows held.
     """
-    count = -(-n // page)  # pages in use
-    others = jnp.maximum(count - 1, 0)
+    others = jnp.maximum(-(-n // page) - 1, 0)  # pages before the last in use
     scores = kernel.page_scores(q, low, high, table, others)
     if heads == "shared":
         scores = over_heads(scores, "max")
-    pages = table.shape[-1]
-    chosen = kernel.select(scores, budget // page - 1)  # i32[R,H,k], tail = M
-    if top_p < 1:
-        chosen = enough(scores * q.shape[-1] ** -0.5, chosen, top_p)
-    found = jnp.sum(chosen < pages, axis=-1)
-    # The last page goes right behind the chosen ones: the list stays ascending, and its end may be partial.
-    chosen = jnp.pad(chosen, [(0, 0), (0, 0), (0, 1)], constant_values=pages)
-    chosen = jnp.where(jnp.arange(chosen.shape[-1]) == found[..., None], others[..., None], chosen)
-    at_page, head = head_pages(table, low.shape[1])
-    entry = jnp.take_along_axis(at_page * low.shape[1] + head, jnp.clip(chosen, 0, pages - 1), axis=-1)
-    length = jnp.where(n > 0, found * page + n - others * page, 0)
-    return Picked(entry, page, length.astype(jnp.int32))
+    if top_p == 1:
+        entry, length = kernel.listed(scores, budget // page - 1, table, n, page)
+    else:
+        chosen = enough(scores * q.shape[-1] ** -0.5, kernel.select(scores, budget // page - 1), top_p)
+        entry, length = kernel.listing(chosen, table, n, page)
+    return Picked(entry, page, length)
 
 
 def quest(
@@ -103,13 +96,7 @@ def bounds(budget: int, page: int, heads: str, top_p: float = 1.0) -> Selection:
         return {"low": jnp.zeros(shape, spec.dtype), "high": jnp.zeros(shape, spec.dtype)}
 
     def observe(leaves: Leaves, table: Array, row: Array, keys: Array) -> Leaves:
-        pages, heads = leaves["low"].shape[:2]
-        if table.ndim == 2:
-            places = locate(table, row, page, pages)
-        else:
-            at_page, head, offset = (jnp.swapaxes(x, 1, 2) for x in spots((pages, heads, page), table, jnp.swapaxes(row, 1, 2)))
-            places = (at_page, offset, head)
-        low, high = kernel.append_bounds(leaves["low"], leaves["high"], keys, *places)
+        low, high = kernel.append_bounds(leaves["low"], leaves["high"], keys, table, row, page)
         return {"low": low, "high": high}
 
     def rebuild(leaves: Leaves, table: Array, n: Array, keys: Array) -> Leaves:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -56,6 +58,12 @@ def check(shape: Listing, seed: int, tune: gpu_attend.Tuning | None, attend=gpu_
 @pytest.mark.parametrize("name", SMALL)
 def test_attend_and_mass(name):
     check(SMALL[name], 0, TINY)
+
+
+@pytest.mark.parametrize("name", ["plain", "ragged_heads", "window", "group_5_tokens_of_pages"])
+def test_attend_in_one_piece(name):
+    """Rows that no item is cut for leave their answer without a merge."""
+    check(SMALL[name], 1, TINY._replace(fill=1, longest=2**10))
 
 
 def test_an_answer_depends_neither_on_programs_nor_on_neighbours():
@@ -131,6 +139,28 @@ def test_select_in_stages(monkeypatch):
     assert np.array_equal(gpu_pages.select(scores, 20), getattr(pages.select, "reference", pages.select)(scores, 20))
 
 
+def check_listed(rows: int, heads: int, width: int, k: int, page: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    scores = hard_scores(rows * heads, width, seed).reshape(rows, heads, width)
+    n = jnp.asarray(rng.integers(0, width * page + 1, (rows, heads)).reshape(-1), jnp.int32).at[0].set(0).at[-1].set(width * page)
+    n = n.reshape(rows, heads)
+    scores = jnp.where(jnp.arange(width) < jnp.maximum(-(-n // page) - 1, 0)[..., None], scores, -jnp.inf)
+    table = jnp.asarray(rng.permutation(rows * width).reshape(rows, width), jnp.int32)
+    ids, length = gpu_pages.listed(scores, k, table, n, page)
+    want, tokens = getattr(pages.listed, "reference", pages.listed)(scores, k, table, n, page)
+    assert np.array_equal(length, tokens) and np.array_equal(ids, want)
+
+
+@pytest.mark.parametrize("width, k, page", [(50, 7, 16), (20, 19, 1), (33, 4, 5)])
+def test_listed(width, k, page):
+    check_listed(4, 2, width, k, page, seed=width)
+
+
+def test_listed_of_wide_rows(monkeypatch):
+    monkeypatch.setattr(gpu_pages, "WIDE", 64)
+    check_listed(3, 2, 150, 7, 4, seed=1)
+
+
 @pytest.mark.parametrize("name", ["plain", "ragged_heads", "group_5_tokens_of_pages"])
 def test_contiguous(name):
     q, view, _ = listing(SMALL[name], 4)
@@ -159,7 +189,9 @@ def test_lowers_for_cuda(name):
     q, view, _ = abstract(listing(shape, 0))
     lse = jax.ShapeDtypeStruct(q.shape[:-1], jnp.float32)
     real = jax.ShapeDtypeStruct(q.shape[:2], jnp.bool_)
-    assert lowered(gpu_attend.attend, q, view).count("xla.gpu.triton") == 2
+    for fill in (264, 1):  # several pieces, if the shape has them, and one
+        run = functools.partial(gpu_attend.attend, tune=gpu_attend.Tuning(fill=fill))
+        assert lowered(run, q, view).count("xla.gpu.triton") in (1, 2)
     assert lowered(gpu_mass.mass, q, view, lse, real).count("xla.gpu.triton") == 1
     length = jax.ShapeDtypeStruct((q.shape[0], q.shape[2]), jnp.int32)
     assert "xla.gpu.triton" in lowered(lambda v, n: gpu_prefill.contiguous(v, n, n, 64), view, length)
@@ -171,6 +203,8 @@ def test_pages_lower_for_cuda():
     for width in (2048, 8192, 131072):
         scores = jax.ShapeDtypeStruct((4, width), jnp.float32)
         assert "xla.gpu.triton" in lowered(lambda s: gpu_pages.select(s, 128), scores)
+    scores, table, n = (jax.ShapeDtypeStruct(*x) for x in (((4, 8, 2048), jnp.float32), ((4, 2048), jnp.int32), ((4, 8), jnp.int32)))
+    assert "xla.gpu.triton" in lowered(lambda *given: gpu_pages.listed(given[0], 127, *given[1:], 16), scores, table, n)
 
 
 @pytest.mark.gpu
@@ -195,6 +229,8 @@ def test_card_pages():
     for width, k in ((2048, 128), (8192, 128), (8192, 2048), (131072, 128), (131072, 4096), (300, 64)):
         scores = hard_scores(14, width, seed)
         assert np.array_equal(gpu_pages.select(scores, k), getattr(pages.select, "reference", pages.select)(scores, k))
+    for width, k in ((2048, 127), (8192, 63), (300, 64), (9000, 127)):
+        check_listed(5, 8, width, k, 16, seed)
 
 
 @pytest.mark.gpu

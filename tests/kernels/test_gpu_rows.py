@@ -35,10 +35,9 @@ def check_writers(batch: int, new: int, heads: int, size: int, page: int, seed: 
     got = gpu_rows.put(leaves, table, row, values)
     for a, leaf, value in zip(got, leaves, values, strict=True):
         assert np.array_equal(np.asarray(a, np.float32), np.asarray(put(leaf, table, row, value), np.float32))
-    at, offset = rows.locate(table, row, page, leaves[0].shape[0])
     low, high = leaves[0][:, :, 0] - 1, leaves[0][:, :, 0] + 1
-    want = getattr(pages.append_bounds, "reference", pages.append_bounds)(low, high, values[0], at, offset)
-    for a, b in zip(gpu_rows.append_bounds(low, high, values[0], at, offset), want, strict=True):
+    want = getattr(pages.append_bounds, "reference", pages.append_bounds)(low, high, values[0], table, row, page)
+    for a, b in zip(gpu_rows.append_bounds(low, high, values[0], table, row, page), want, strict=True):
         assert np.array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
 
 
@@ -51,7 +50,7 @@ def test_writers_lower_for_cuda():
     leaves, table, row, values = abstract(writing(2, 20, 8, 128, 16, 0, jnp.bfloat16))
     assert "xla.gpu.triton" in lowered(gpu_rows.put, leaves, table, row, values)
     bound = jax.ShapeDtypeStruct((leaves[0].shape[0], 8, 128), jnp.bfloat16)
-    assert "xla.gpu.triton" in lowered(gpu_rows.append_bounds, bound, bound, values[0], row, row)
+    assert "xla.gpu.triton" in lowered(lambda *given: gpu_rows.append_bounds(*given, 16), bound, bound, values[0], table, row)
 
 
 @pytest.mark.gpu

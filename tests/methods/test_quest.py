@@ -114,7 +114,7 @@ def test_random_ragged_rows_equal_the_formula(heads, top_p):
     run = jax.jit(lambda q, low, high, table, n: pages_read(q, low, high, table, n, 3 * PAGE, PAGE, heads, top_p))
     built = jax.jit(kernel.page_bounds)
 
-    @settings(max_examples=100, deadline=None, derandomize=True)
+    @settings(max_examples=200, deadline=None, derandomize=True)
     @given(st.integers(0, 2**32 - 1), st.lists(st.integers(1, PAGES * PAGE), min_size=2, max_size=2), st.booleans())
     def check(seed, n, ties):
         n = [n[0]] * 2 if heads == "shared" else n  # a shared list needs equal lengths
