@@ -39,7 +39,7 @@ def main() -> None:
         return tuple(order.integers(0, 150000, size).tolist())
 
     room = STREAMS * (HELD + 4096) + LONG + 1024
-    sizes = {"max_len": LONG + 512, "rows": STREAMS + 1, "slots": STREAMS + 1, "kv_tokens": room, "chunks": (512, 4096)}
+    sizes = {"max_len": LONG + 512, "rows": STREAMS + 1, "slots": STREAMS + 1, "kv_tokens": room, "chunks": (256, 1024)}
     engine = sejax.Engine(model, sejax.method("full"), **sizes)
     with engine:
         alone = min(first_token(engine, prompt(LONG)) for _ in range(2))

@@ -16,6 +16,7 @@ import numpy as np
 from sejax.cache.chain import Index
 from sejax.serve.device import Device
 from sejax.serve.live import record
+from sejax.serve.pace import Pace
 from sejax.serve.request import Finish, Mark
 from sejax.serve.runs import Runs
 from sejax.serve.sampling import GREEDY_BELOW
@@ -27,13 +28,10 @@ RESERVE = 1024  # tokens of an answer that admission sets aside: clients rarely 
 
 
 class Core:
-    """State of the engine thread. lanes: token rows of each prefill lane; unit_cost: bucket -> seconds of one prefill unit;
-    patience: batch bucket -> seconds of prefill between two decode steps of that many rows."""
+    """State of the engine thread. lanes: token rows of each prefill lane."""
 
-    def __init__(
-        self, device: Device, slots: int, lanes: dict[int, int], unit_cost: dict[int, float], patience: dict[int, float], root: bytes
-    ):
-        self.device, self.slots, self.lanes, self.unit_cost, self.patience = device, slots, lanes, unit_cost, patience
+    def __init__(self, device: Device, slots: int, lanes: dict[int, int], pace: Pace, root: bytes):
+        self.device, self.slots, self.lanes, self.pace = device, slots, lanes, pace
         self.runs = Runs(device)
         self.free = deque(range(device.sizes.slots))
         self.index = Index(root)
@@ -44,7 +42,6 @@ class Core:
         self.running: list[Request] = []
         self.paused: deque[Request] = deque()
         self.flight: deque[tuple[str, Any, Any]] = deque()
-        self.ahead: deque[Any] = deque()
         self.keys = 0
         self.marks: tuple[Mark, ...] = ()
         self.counts: dict[str, int] = {}
@@ -133,10 +130,10 @@ class Core:
         self._remark()
 
     def _prefill(self) -> bool:
-        """Units of the prompts in turn, for about `patience` seconds if somebody decodes meanwhile."""
+        """Units of the prompts in turn: at least one, and as many as fit between two decode steps."""
         spent, worked = 0.0, False
-        patience = self.patience[self.device.programs.rows_bucket(max(1, len(self.running)))]
-        while self.prefilling and spent < patience:
+        patience = self.pace.patience(self.device.programs.rows_bucket(max(1, len(self.running))))
+        while self.prefilling and (not worked or spent + self.prefilling[0].unit_seconds <= patience):
             request = self.prefilling.pop(0)
             assert request.units is not None
             worked, unit = True, next(request.units, None)
@@ -145,10 +142,8 @@ class Core:
                 continue
             request.last_unit = unit
             self.prefilling.append(request)
-            spent += self.unit_cost[unit[1]]
-            self.ahead.append(unit[0])
-            if len(self.ahead) > 2:
-                self.ahead.popleft().block_until_ready()
+            self.pace.launched(unit[0], request, unit[1])
+            spent += request.unit_seconds
         return worked
 
     def _begin(self, request: Request, x: Any, bucket: int) -> None:
@@ -194,6 +189,7 @@ class Core:
             return False
         slots = [r.session.slot for r in ready if r.session]
         out = self.device.decode(slots, all(r.sampling.temperature < GREEDY_BELOW for r in ready), steps)
+        self.pace.sent(self.device.programs.rows_bucket(len(slots)), steps)
         for request in ready:
             request.launched += steps
             request.flying += steps
@@ -223,6 +219,7 @@ class Core:
             self._token(who, int(np.asarray(out[0])[0]), first=True)
         else:
             found = np.asarray(out)  # [steps,2,B], tokens and due flags
+            self.pace.read()
             for request, full in zip(who, found[-1, 1], strict=False):
                 if full and request.session and request in self.running:
                     self.device.trim(request.session.slot)

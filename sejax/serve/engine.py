@@ -20,6 +20,7 @@ from sejax.models import Model
 from sejax.serve.core import Core
 from sejax.serve.device import Device
 from sejax.serve.live import FORCED, STOPS
+from sejax.serve.pace import Pace
 from sejax.serve.plan import Sizes
 from sejax.serve.request import Delta, Finish, InvalidRequest, Mark, Prompt, Sampling, Sink, Stats, Usage
 from sejax.serve.sequence import Request
@@ -28,8 +29,6 @@ from sejax.types import Method
 
 CHUNKS = (32, 128, 512)
 SHORT_LANE = 2048  # token rows of the second prefill lane: a short prompt need not wait for a long one
-PATIENCE = 0.010  # seconds of prefill between two decode steps, at least
-SHARE = 1.5  # and at least that many times what a step takes: where steps are slow, a prompt must not wait for a hundred of them
 
 
 class Result(NamedTuple):
@@ -154,7 +153,7 @@ class Engine:
         )
         device = Device(self.model, self.method, sizes, self._progress)
         root = chain.root([str(self.method), repr(self.model.config), str(self.model.dtype)])
-        return Core(device, self._slots, lanes, _unit_costs(device), _patience(device), root)
+        return Core(device, self._slots, lanes, Pace(_unit_costs(device), _step_costs(device)), root)
 
     # ---- requests, from any thread ----
 
@@ -356,8 +355,8 @@ def _unit_costs(device: Device) -> dict[int, float]:
     return costs
 
 
-def _patience(device: Device) -> dict[int, float]:
-    """Seconds of prefill between two decode steps, by batch bucket; steps are measured once on idle rows."""
+def _step_costs(device: Device) -> dict[int, float]:
+    """Seconds of a decode step, by batch bucket; measured once on idle rows."""
     found = {}
     for bucket in device.programs.row_buckets():
         times = []
@@ -365,5 +364,5 @@ def _patience(device: Device) -> dict[int, float]:
             began = time.perf_counter()
             jax.block_until_ready(device.decode([device.sizes.slots] * bucket))
             times.append(time.perf_counter() - began)
-        found[bucket] = max(PATIENCE, SHARE * min(times))
+        found[bucket] = min(times)
     return found

@@ -52,6 +52,7 @@ class Request:
     target: int = 0  # slot its turn is sealed into
     units: Iterator[Any] | None = None
     last_unit: Any = None
+    unit_seconds: float = 0.0  # what a unit of it takes now
     out: list[int] = dataclasses.field(default_factory=list)
     visible: list[str] = dataclasses.field(default_factory=list)
     launched: int = 0  # tokens the device was asked for
