@@ -82,6 +82,8 @@ CASES = (
     Case("adakv:budget=12,window=4,kernel=3,slack=4,page=4", "adakv:budget=128"),
     Case("adakv:budget=12,window=3,kernel=1,floor=0.5,normalize=true,slack=3,page=2", "adakv:budget=128,slack=1", variant=True),
     Case("adakv:budget=11,window=3,kernel=3,rule=kvpress,slack=4,page=4", "adakv:budget=128,rule=kvpress", variant=True),
+    Case("adakv:ratio=0.4,window=4,kernel=3,normalize=true,slack=4,page=4", "adakv:ratio=1,window=4,page=4", variant=True),
+    Case("adakv:ratio=0.3,window=3,kernel=1,rule=kvpress,slack=3,page=2", "adakv:ratio=1,rule=kvpress", variant=True),
     Case(
         "adakv:budget=12,window=4,kernel=3,slack=4,page=4 + quest:budget=8,page=4,dense_layers=0",
         "adakv:budget=128 + quest:budget=128",

@@ -52,18 +52,21 @@ class Ragged(Layer):
         page = jnp.take_along_axis(rows.table[:, None, :], at // heads, axis=2)
         return rows._replace(table=jnp.where(inside, page * heads + at % heads, HOLE))
 
-    def limit(self, retention: Retention, own: dict[str, Any], length: Array) -> Array:
+    def mean(self, retention: Retention, length: Array) -> Array | int:
+        """Rows a head keeps in the mean at a logical length: i32[R] -> i32[R,1]."""
         assert retention.shares
-        return jnp.where(own["dealt"] > 0, own["kept"], retention.shares.mean) + retention.slack
+        return retention.budget_at(length)[:, None] if retention.budget_at else retention.shares.mean
+
+    def limit(self, retention: Retention, own: dict[str, Any], length: Array) -> Array:
+        return jnp.where(own["dealt"] > 0, own["kept"], self.mean(retention, length)) + retention.slack
 
     def must(self, retention: Retention, own: dict[str, Any], total: Array, length: Array) -> Array:
-        assert retention.shares
-        over = total >= jnp.where(own["n"] == 0, retention.shares.mean + 1, self.limit(retention, own, length))
+        over = total >= jnp.where(own["n"] == 0, self.mean(retention, length) + 1, self.limit(retention, own, length))
         return jnp.broadcast_to(jnp.any(over, axis=1, keepdims=True), total.shape)
 
     def decide(self, retention: Retention, scores: Array, total: Array, window: Array, length: Array, room: int) -> tuple[Array, Array]:
         assert retention.shares
-        quota = retention.shares.of(scores, total, window)
+        quota = retention.shares.of(scores, total, window, length)
         return best(scores, total, quota, retention.budget, room), quota
 
     def dealt(self, retention: Retention, own: dict[str, Any], quota: Array, changed: Array) -> dict[str, Any]:

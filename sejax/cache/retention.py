@@ -44,11 +44,11 @@ class Sums(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """How the heads of a layer share its rows. mean: rows a head keeps in the mean; of(scores f32[R,H,C], total i32[R,H],
-    window i32[R]) -> i32[R,H] rows each keeps, at most the retention's budget."""
+    """How the heads of a layer share its rows. mean: rows a head keeps in the mean, where the retention has a budget_at the most
+    that says; of(scores f32[R,H,C], total i32[R,H], window, length i32[R]) -> i32[R,H] rows each keeps, at most the retention's budget."""
 
     mean: int
-    of: Callable[[Array, Array, Array], Array]
+    of: Callable[[Array, Array, Array, Array], Array]
 
 
 class Retention(NamedTuple):
@@ -59,7 +59,8 @@ class Retention(NamedTuple):
     restart: the window starts anew with each prompt; a trim soon after has fewer queries.
     received(mass f32[R,H,G,C]) -> f32[R,H,C]: what a call adds to each row's "score"; None: rows have no score.
     staged: rows of a prompt that stay between its chunks, at least budget; None: all, until the seal.
-    budget_at(length i32[R]) -> i32[R]: rows that stay at that logical length, at most budget; None: budget. See `amount`.
+    budget_at(length i32[R]) -> i32[R]: rows that stay at that logical length, at most budget; None: budget. See `amount`. With shares:
+        the mean over heads.
     endless: decode steps never trim: a run holds a whole sequence, and turns are sealed at their end.
     """
 

@@ -36,7 +36,8 @@ def test_scores_counts_and_sets(name):
     if "score_normalized" in expected:
         np.testing.assert_allclose(weighted[0], expected["score_normalized"], atol=1e-5)
     np.testing.assert_array_equal(winners(weighted, base)[0], expected["count_in_global_topk"])
-    quota = shares(found, total, observed, base, params["floor_alpha"], params["normalize"])
+    safe = int(base * params["floor_alpha"])
+    quota = shares(found, total, observed, base, safe, params["floor_alpha"], params["normalize"])
     np.testing.assert_array_equal(quota[0] - window, expected["head_capacity_without_window"])
     np.testing.assert_array_equal(quota[0], expected["head_lens"])
     assert sets(found, total, quota) == [[int(p) for p in row] for row in expected["kept"]]
@@ -48,10 +49,12 @@ def test_hand_made_scores(name):
     found = jnp.asarray(CASES[name]["inputs"]["score"], jnp.float32)[None]
     total, none = jnp.full(found.shape[:2], found.shape[2], jnp.int32), jnp.zeros(1, jnp.int32)
     if name == "kvpress_safeguard":
-        quota = safeguarded(found, total, none, expected["n_kept_per_head_mean"], params["alpha_safeguard"])
+        mean = expected["n_kept_per_head_mean"]
+        quota = safeguarded(found, total, mean, int(mean * params["alpha_safeguard"]))
     else:
         np.testing.assert_array_equal(winners(found, params["base"])[0], expected["count_in_global_topk"])
-        quota = shares(found, total, none, params["base"], params["floor_alpha"], False)
+        base, floor = params["base"], params["floor_alpha"]
+        quota = shares(found, total, none, base, int(base * floor), floor, False)
         np.testing.assert_array_equal(quota[0], expected["head_capacity_without_window"])
     assert sets(found, total, quota) == [[int(p) for p in row] for row in expected["kept"]]
 
@@ -80,26 +83,40 @@ def test_keep_all():
     assert sequence.kept == [list(range(length))]
 
 
-def test_random_scores_equal_the_formula():
-    base, floor = 5, 0.3
-    run = jax.jit(lambda s, total, window: (shares(s, total, window, base, floor, False), safeguarded(s, total, window, base + 2, floor)))
+@pytest.mark.parametrize("fixed", [True, False])
+def test_random_scores_equal_the_formula(fixed):
+    """A base that is fixed, as of a budget, and one that the length tells, as of a ratio."""
+    floor = 0.3
+    safe = [int(n * floor) for n in range(20)]
+
+    def both(s, total, window, base):
+        at = (lambda n: safe[n]) if fixed else (lambda n: jnp.asarray(safe)[n])
+        return shares(s, total, window, base, at(base), floor, False), safeguarded(s, total, base + 2, at(base + 2))
+
+    run = jax.jit(both, static_argnums=3) if fixed else jax.jit(both)
 
     @settings(max_examples=200, deadline=None, derandomize=True)
-    @given(st.integers(0, 2**32 - 1), st.lists(st.integers(3, 20), min_size=3, max_size=3), st.booleans())
-    def check(seed, totals, ties):
+    @given(
+        st.integers(0, 2**32 - 1),
+        st.lists(st.integers(3, 20), min_size=3, max_size=3),
+        st.booleans(),
+        st.just(5) if fixed else st.integers(0, 15),
+    )
+    def check(seed, totals, ties, base):
         rng, window = np.random.default_rng(seed), 2
         found = rng.random((1, 3, 20)).astype(np.float32)
         found = np.round(found * 4) / 4 if ties else found
         for head, total in enumerate(totals):
             found[0, head, total - window : total] = np.inf
-        quota, safe = (np.asarray(x)[0] for x in run(found, np.asarray([totals], np.int32), np.asarray([window], np.int32)))
+        given_base = base if fixed else np.asarray([[base]], np.int32)
+        quota, kept = (np.asarray(x)[0] for x in run(found, np.asarray([totals], np.int32), np.asarray([window], np.int32), given_base))
         rows = [found[0, h, : total - window] for h, total in enumerate(totals)]
         cut = [min(round(c * (1 - floor) + int(base * floor)), len(r)) for c, r in zip(counts(rows, base), rows, strict=True)]
         assert quota.tolist() == [c + window for c in cut]
         full = [found[0, h, :total].copy() for h, total in enumerate(totals)]
         for row in full:
             row[np.argsort(-row, kind="stable")[: int((base + 2) * floor)]] = np.inf
-        assert safe.tolist() == counts(full, base + 2)
+        assert kept.tolist() == counts(full, base + 2)
 
     check()
 
@@ -109,3 +126,4 @@ def test_bad_arguments():
         factory(floor=2)
     with pytest.raises(ValueError, match="budget=32 must be larger than window=32"):
         factory(budget=32)
+    assert factory() == factory(budget=2048)

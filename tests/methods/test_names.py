@@ -4,6 +4,7 @@ import textwrap
 
 import pytest
 
+from sejax import methods
 from sejax.types import Method
 from tests.methods.extra import extra_methods
 
@@ -120,3 +121,12 @@ def test_describe(package):
     assert told["defaults"]["window"] == 32 and next(iter(told["defaults"])) == "budget"
     with pytest.raises(ValueError, match="Did you mean 'pick'"):
         package.describe("pickk")
+
+
+@pytest.mark.parametrize("name", methods.names())
+def test_every_docstring_is_complete(name):
+    """Summary, formula, every section, and every hyper-parameter in the order of the signature."""
+    told = methods.describe(name)
+    assert all(told[section] for section in ("summary", "text", "family", "paper", "differs", "keeps"))
+    assert "=" in told["text"], "a formula"
+    assert list(told["args"]) == list(told["defaults"]) and all(told["args"].values())

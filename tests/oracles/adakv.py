@@ -15,17 +15,19 @@ def counts(scores: list[np.ndarray], base: int) -> list[int]:
 class Oracle(Evicting):
     def evict(self, window: int, limit: int | None) -> None:
         """All heads decide when one is over: over the mean at first, later when its last share and the slack are full."""
-        last = getattr(self, "last", [self.budget] * self.heads)
-        over = [len(held) > self.budget if limit is None else len(held) >= last[h] + self.slack for h, held in enumerate(self.kept)]
+        last = getattr(self, "last", [self.rows] * self.heads)
+        over = [len(held) > self.rows if limit is None else len(held) >= last[h] + self.slack for h, held in enumerate(self.kept)]
         if not any(over):
             return
-        base, scores = self.budget - self.window, [self.score(h, window) for h in range(self.heads)]
+        base, scores = max(self.rows - self.window, 0), [self.score(h, window) for h in range(self.heads)]
         weighted = [s * np.sort(s)[-base:].sum() / s.sum() if self.normalize else s for s in scores]
-        if self.rule == "kvpress":
+        if self.rows <= window:
+            share = [self.rows] * self.heads
+        elif self.rule == "kvpress":
             full = [np.append(s, [np.inf] * window) for s in scores]
             for s in full:
-                s[np.argsort(-s, kind="stable")[: int(self.budget * self.floor)]] = np.inf
-            share = counts(full, self.budget)
+                s[np.argsort(-s, kind="stable")[: int(self.rows * self.floor)]] = np.inf
+            share = counts(full, self.rows)
         else:
             cut = [min(round(c * (1 - self.floor) + int(base * self.floor)), len(s)) for c, s in zip(counts(weighted, base), scores)]
             share = [c + window for c in cut]
