@@ -1,31 +1,36 @@
 """Decode step time against context length, every method, on a GPU: `python -m bench.methods [NAME ...]`.
 
 Programs of Qwen3-8B's layers, 16 rows, random bf16 weights and pools filled without a prefill, for DEPTHS layers each; the time of 36
-layers follows from the difference. What a method keeps is filled as after a prompt of that length. Left
-out: methods whose layers or heads keep different numbers of rows (pyramidkv, kvzip), skipkv (as rkv), flashprefill (prompts only).
+layers follows from the difference. What a method keeps is filled as after a prompt of that length. Left out: kvzip (reads as adakv, as
+many tokens as its ratio says) and flashprefill (prompts only).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import sys
 
 import sejax
-from bench.step import random_model, step_seconds, stepper
+from bench.step import compiled, random_model, step_seconds, stepper
 from bench.timing import record
+from sejax.types import LayerMethod
 
 ROWS, LAYERS, DEPTHS = 16, 36, (3, 7)
 CONTEXTS = (8192, 32768, 65536)
-type Spec = tuple[str, int | None, bool]  # spec, rows kept of a longer context (None: all), whether its prompt's end builds an index
+type Spec = tuple[str, int | None, bool]  # spec, rows kept of a longer context, or all, and whether its prompt's end builds an index
+SLACK = 1024
 SPECS: dict[str, Spec] = {
     "full": ("full", None, False),
     "streamingllm": ("streamingllm:sinks=4,recent=4092", 4096, False),
     "snapkv": ("snapkv:budget=4096", 4096, False),
+    "pyramidkv": (f"pyramidkv:budget=4096,slack={SLACK}", -SLACK, False),  # each layer its own budget: its run without the slack
     "adakv": ("adakv:budget=4096", 4096, False),
     "h2o": ("h2o:budget=4096", 4096, False),
     "tova": ("tova:budget=4096,period=128", 4096, False),
     "rkv": ("rkv:budget=4096", 4096, False),
+    "skipkv": ("skipkv:budget=4096,delimiters=(198,271)", 4096, False),
     "expected_attention": ("expected_attention:budget=4096", 4096, False),
     "keydiff": ("keydiff:budget=4096", 4096, False),
     "quest": ("quest:budget=2048", None, False),
@@ -35,24 +40,34 @@ SPECS: dict[str, Spec] = {
 }
 
 
+def held(most: int | None, context: int, record: LayerMethod) -> int:
+    """Rows that a layer holds after a prompt of `context` tokens; a negative `most`: its run without that many."""
+    return min(context, context if most is None else most if most > 0 else record.run(context) + most)
+
+
 def main(names: list[str]) -> None:
     whole = random_model("8b")
+    makers = {}
     for name in names or SPECS:
         spec, most, indexed = SPECS[name]
-        method = sejax.method(spec)
         for context in CONTEXTS:
-            taken = []
-            try:
-                for depth in DEPTHS:
-                    config = dataclasses.replace(whole.config, layers=depth)
-                    model = whole.replace(config=config, params=whole.params | {"layers": whole.params["layers"][:depth]})
-                    taken.append(step_seconds(stepper(model, method, ROWS, context, most and min(most, context), indexed), 16, 3))
-                    gc.collect()
-            except Exception as error:  # one method must not cost the others
-                print(f"{name} {context}: FAILED {type(error).__name__}: {str(error)[:200]}", flush=True)
-                continue
-            a, b = taken
-            seconds = b + (LAYERS - DEPTHS[1]) * (b - a) / (DEPTHS[1] - DEPTHS[0])
+            for depth in DEPTHS:
+                config = dataclasses.replace(whole.config, layers=depth)
+                model = whole.replace(config=config, params=whole.params | {"layers": whole.params["layers"][:depth]})
+                case = (sejax.method(spec), ROWS, context, functools.partial(held, most, context), indexed)
+                makers[name, context, depth] = functools.partial(stepper, model, *case)
+    taken: dict[tuple[str, int], list[float]] = {}
+    for (name, context, _), start in compiled(makers).items():
+        try:
+            if isinstance(start, Exception):
+                raise start
+            taken.setdefault((name, context), []).append(step_seconds(start(), 16, 3))
+        except Exception as error:  # one method must not cost the others
+            print(f"{name} {context}: FAILED {type(error).__name__}: {str(error)[:200]}", flush=True)
+        gc.collect()
+        if len(both := taken.get((name, context), [])) == len(DEPTHS):
+            each = (both[1] - both[0]) / (DEPTHS[1] - DEPTHS[0])
+            seconds = both[1] + (LAYERS - DEPTHS[1]) * each
             record("methods", f"methods/{name}/b{ROWS}_t{context // 1024}k", seconds * 1e3, "ms", None, None)
 
 

@@ -12,6 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -27,7 +28,7 @@ from sejax.serve import live as live_rows
 from sejax.serve.device import Device
 from sejax.serve.plan import Plan, Sizes
 from sejax.serve.programs import _bind, _decode
-from sejax.types import Rows, State
+from sejax.types import LayerMethod, Rows, State
 
 SHAPES = {
     "8b": dict(hidden_size=4096, heads=32, intermediate_size=12288, tie_embeddings=False),
@@ -115,42 +116,77 @@ def cache_bytes(model: Model, method: Any, rows: int, length: int) -> int:
     return rows * (dense * length * token + selecting * (index + min(length, arguments["budget"]) * token))
 
 
-def stepper(model: Model, method: Any, rows: int, length: int, kept: int | None = None, indexed: bool = False) -> Callable[[], jax.Array]:
-    """A function that dispatches one decode step of `rows` sequences of `length` tokens and returns its tokens.
+Advance = Callable[[], jax.Array]
+Kept = Callable[[LayerMethod], int]
 
-    kept: rows each layer holds of them (default: all); indexed: the method's prompt end runs over the filled pools first.
+
+def stepper(model: Model, method: Any, rows: int, length: int, kept: Kept | None = None, indexed: bool = False) -> Callable[[], Advance]:
+    """Compiles one decode step of `rows` sequences of `length` tokens. What it returns allocates and fills the pools, and gives a
+    function that dispatches a step and returns its tokens.
+
+    kept: rows a layer holds of them, from its record (default: all); indexed: the method's prompt end runs over the filled pools first.
     """
     room = length + 512
     plan = Plan(model, method, Sizes(rows, rows, room, None, (), (32,)))
     records = [record for _, record in plan.layers]
     widths = sorted({plan.width(r) for r in records})
     layer_table = tuple(widths.index(plan.width(r)) for r in records)
-    keys = jax.random.split(jax.random.key(1), len(records))
-    states = tuple(filled(r.decode.init(rows, plan.pool(r)), kept or length, k) for r, k in zip(records, keys, strict=True))
-    order = np.random.default_rng(0)
-    tables = tuple(jnp.asarray(order.permutation(rows * w).reshape(rows, w), jnp.int32) for w in widths)
-    live = live_rows.empty(rows)
-    live = live._replace(
-        length=jnp.full(rows, length, jnp.int32), left=jnp.full(rows, 2**30, jnp.int32), stop=jnp.full_like(live.stop, -1),
-        forced=jnp.full_like(live.forced, -1),
-    )  # fmt: skip
     slots = np.arange(rows, dtype=np.int32)
-    if indexed:
-        all_ = (jnp.arange(rows), jnp.zeros(rows, jnp.int32), jnp.full(rows, length, jnp.int32))
-        given = [Rows(*all_, tables[i], jnp.zeros((rows, 1), jnp.int32)) for i in layer_table]
-        states = tuple(jax.jit(r.seal, donate_argnums=0)(x, g) if r.seal else x for r, x, g in zip(records, states, given, strict=True))
+
+    def given() -> tuple[Any, ...]:
+        keys = jax.random.split(jax.random.key(1), len(records))
+        held = [kept(r) if kept else length for r in records]
+        states = tuple(filled(r.decode.init(rows, plan.pool(r)), n, k) for r, n, k in zip(records, held, keys, strict=True))
+        order = np.random.default_rng(0)
+        tables = tuple(jnp.asarray(order.permutation(rows * w).reshape(rows, w), jnp.int32) for w in widths)
+        live = live_rows.empty(rows)
+        live = live._replace(
+            length=jnp.full(rows, length, jnp.int32), left=jnp.full(rows, 2**30, jnp.int32), stop=jnp.full_like(live.stop, -1),
+            forced=jnp.full_like(live.forced, -1),
+        )  # fmt: skip
+        return states, tables, live
+
     program = jax.jit(_bind(_decode, plan, layer_table, True), donate_argnums=(1, 3))
+    states_, tables_, live_ = jax.eval_shape(given)
+    program = program.lower(model.params, states_, tables_, live_, slots).compile()
+    prompts = [jnp.arange(rows), jnp.zeros(rows, jnp.int32), jnp.full(rows, length, jnp.int32)]
+    seals: list[Any] = [None] * len(records)
+    for i, r in enumerate(records if indexed else ()):
+        if r.seal:
+            now = Rows(*prompts, tables_[layer_table[i]], jnp.zeros((rows, 1), jnp.int32))
+            seals[i] = jax.jit(r.seal, donate_argnums=0).lower(states_[i], now).compile()
+
+    def start() -> Advance:
+        states, tables, live = given()
+        sealed = []
+        for state, seal, i in zip(states, seals, layer_table, strict=True):
+            sealed.append(seal(state, Rows(*prompts, tables[i], jnp.zeros((rows, 1), jnp.int32))) if seal else state)
+        states = tuple(sealed)
+
+        def advance() -> jax.Array:
+            nonlocal states, live
+            states, live, out = program(model.params, states, tables, live, slots)
+            return out
+
+        return advance
+
+    return start
+
+
+def compiled(makers: dict[Any, Callable[[], Callable[[], Advance]]]) -> dict[Any, Callable[[], Advance] | Exception]:
+    """Calls every maker in threads of its own; a case that fails must not cost the others."""
+
+    def one(make: Callable[[], Any]) -> Any:
+        try:
+            return make()
+        except Exception as error:
+            return error
+
     began = time.perf_counter()
-    program = program.lower(model.params, states, tables, live, slots).compile()
-    temp = program.memory_analysis().temp_size_in_bytes / 1e6
-    print(f"  compiled in {time.perf_counter() - began:.1f} s; temp {temp:.0f} MB", flush=True)
-
-    def advance() -> jax.Array:
-        nonlocal states, live
-        states, live, out = program(model.params, states, tables, live, slots)
-        return out
-
-    return advance
+    with ThreadPoolExecutor(8) as pool:
+        found = dict(zip(makers, pool.map(one, makers.values()), strict=True))
+    print(f"{len(found)} programs in {time.perf_counter() - began:.0f} s", flush=True)
+    return found
 
 
 def step_seconds(advance: Callable[[], jax.Array], steps: int = 24, repeats: int = 5) -> float:
@@ -177,11 +213,14 @@ def show_kernels(advance: Callable[[], jax.Array], most: int = 14) -> None:
 
 def steps(names: list[str], bandwidth: float, profile: bool) -> None:
     model = random_model("8b")
-    for name in names:
-        spec, rows, length, vllm, least = STEPS[name]
-        method = sejax.method(spec)
+    methods = {name: sejax.method(STEPS[name][0]) for name in names}
+    makers = {name: functools.partial(stepper, model, methods[name], *STEPS[name][1:3]) for name in names}
+    for name, start in compiled(makers).items():
+        _, rows, length, vllm, least = STEPS[name]
         try:
-            advance = stepper(model, method, rows, length)
+            if isinstance(start, Exception):
+                raise start
+            advance = start()
             seconds = step_seconds(advance)
             if profile:
                 show_kernels(advance)
@@ -190,7 +229,7 @@ def steps(names: list[str], bandwidth: float, profile: bool) -> None:
             print(f"{name}: FAILED {type(error).__name__}: {str(error)[:300]}", flush=True)
             gc.collect()
             continue
-        floor = (weight_bytes(model) + cache_bytes(model, method, rows, length)) / bandwidth
+        floor = (weight_bytes(model) + cache_bytes(model, methods[name], rows, length)) / bandwidth
         record("step", name, seconds * 1e3, "ms", floor * 1e3, floor / seconds)
         notes = [f"{rows / seconds:.0f} tok/s", f"floor ratio {floor / seconds:.3f} (at least {least})"]
         notes += [f"{vllm / seconds / 1e3:.2f}x vLLM's dense step"] if vllm else []
