@@ -1,4 +1,5 @@
-"""Decode step time against context length, every method, on a GPU: `python -m bench.methods [NAME ...]`.
+"""Decode step time against context length, every method, on a GPU: `python -m bench.methods [NAME ...]`, which also writes the
+figure and table of docs/performance.md (`... draw`: from the results there are).
 
 Programs of Qwen3-8B's layers, 16 rows, random bf16 weights and pools filled without a prefill, for DEPTHS layers each; the time of 36
 layers follows from the difference. What a method keeps is filled as after a prompt of that length. Left out: kvzip (reads as adakv, as
@@ -10,14 +11,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import json
+import math
 import sys
 
 import sejax
+from bench.plot import Panel, chart, insert
 from bench.step import compiled, random_model, step_seconds, stepper
-from bench.timing import record
+from bench.timing import RESULTS, record
 from sejax.types import LayerMethod
 
-ROWS, LAYERS, DEPTHS = 16, 36, (3, 7)
+ROWS, LAYERS, DEPTHS = 16, 36, (5, 9)  # the fifth layer is the first that follows, under omnikv; all later ones are like it
 CONTEXTS = (8192, 32768, 65536)
 type Spec = tuple[str, int | None, bool]  # spec, rows kept of a longer context, or all, and whether its prompt's end builds an index
 SLACK = 1024
@@ -40,9 +44,33 @@ SPECS: dict[str, Spec] = {
 }
 
 
+IMAGE = "![Milliseconds of a decode step against the tokens of each row, by method](methods.svg)"
+PAGE = RESULTS.parents[1] / "docs/performance.md"
+
+
 def held(most: int | None, context: int, record: LayerMethod) -> int:
     """Rows that a layer holds after a prompt of `context` tokens; a negative `most`: its run without that many."""
     return min(context, context if most is None else most if most > 0 else record.run(context) + most)
+
+
+def draw() -> None:
+    """The figure and the table, from each case's latest line."""
+    rows = map(json.loads, (RESULTS / "methods.jsonl").read_text().splitlines())
+    values = {tuple(row["case"].split("/")[1:]): row["value"] for row in rows}
+    columns = {context: f"b{ROWS}_t{context // 1024}k" for context in CONTEXTS}
+    lines = {n: [(c, values[n, case]) for c, case in columns.items() if (n, case) in values] for n in SPECS}
+    lines = {name: points for name, points in lines.items() if points}
+    top = max(y for points in lines.values() for _, y in points)
+    ticks = {y: f"{y}" for y in (6, 8, 12, 16, 24, 32, 48, 64) if y < 1.4 * top}
+    whole = {name: points for name, points in lines.items() if len(points) == len(columns)}
+    xs = {context: f"{context // 1024}K" for context in columns}
+    panel = Panel(f"ms a decode step, {ROWS} rows", "tokens of each row", whole, xs, ticks, math.log, math.log)
+    PAGE.with_name("methods.svg").write_text(chart([panel]))
+    table = ["| method | " + " | ".join(f"{c // 1024}K" for c in columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    for name, points in lines.items():
+        found = dict(points)
+        table.append(f"| `{SPECS[name][0]}` | " + " | ".join(f"{found[c]:.1f} ms" if c in found else "" for c in columns) + " |")
+    insert(PAGE, "methods", "\n".join([IMAGE, "", *table]))
 
 
 def main(names: list[str]) -> None:
@@ -72,4 +100,6 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    if sys.argv[1:] != ["draw"]:
+        main(sys.argv[1:])
+    draw()
