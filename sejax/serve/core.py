@@ -215,14 +215,18 @@ class Core:
             who.first = time.monotonic()
             who.session.kept = float(out[1])
             if out[2] is not None:
-                self.runs.settle(who.session, who.flying, int(out[2]))
+                size = len(who.session.ids)
+                self.runs.settle(who.session, size, size + who.flying + 1, int(out[2]))
             self._token(who, int(np.asarray(out[0])[0]), first=True)
+        elif kind == "trimmed":
+            if who in self.running:
+                self.runs.settle(who.session, out[0], len(who.session.ids) + who.flying + 1, int(out[1]))
         else:
             found = np.asarray(out)  # [steps,2,B], tokens and due flags
             self.pace.read()
-            for request, full in zip(who, found[-1, 1], strict=False):
-                if full and request.session and request in self.running:
-                    self.device.trim(request.session.slot)
+            due = [r for r, full in zip(who, found[-1, 1], strict=False) if full and r.session and r in self.running]
+            for request in due:
+                self.device.trim(request.session.slot)
             for request, token in itertools.chain.from_iterable(zip(who, tokens, strict=False) for tokens in found[:, 0]):
                 if token >= 0:
                     self._token(request, int(token))
@@ -232,6 +236,10 @@ class Core:
                     request.launched -= 1  # it had to make room first: the step is owed
                 if request.closing and not request.flying and request in self.running:
                     self._finish(request, "cancelled")
+            for request in due:  # the last token of `ids` is sampled, not stored
+                used = self.device.used(request.session.slot) if self.runs.total and request in self.running else None
+                if used is not None:
+                    self.flight.append(("trimmed", request, (len(request.session.ids) - 1, used)))
 
     def _token(self, request: Request, token: int, first: bool = False) -> None:
         request.flying -= 1

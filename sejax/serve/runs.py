@@ -37,8 +37,8 @@ class Runs(Pages):
         self._device.set_pages(session.slot, session.pages)
         return True
 
-    def settle(self, session: Session, flying: int, used: int) -> None:
-        """A first prompt that was packed gives back the pages it needs no longer."""
-        session.packed = (len(session.ids), used)
-        self.shrink(session.pages, self.needed(len(session.ids) + flying + 1, session))
+    def settle(self, session: Session, stored: int, tokens: int, used: int) -> None:
+        """The first `stored` tokens were packed into `used` pages: what holding `tokens` does not need any longer is given back."""
+        session.packed = (stored, used)
+        self.shrink(session.pages, self.needed(tokens, session))
         self._device.set_pages(session.slot, session.pages)

@@ -111,6 +111,21 @@ def test_prompts_fit_because_others_were_packed(monkeypatch: pytest.MonkeyPatch)
         accounted(engine)
 
 
+def test_trims_give_back_the_pages_of_what_they_drop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that grows token by token and is cut back every few of them stays as small as what is kept."""
+    monkeypatch.setattr(runs, "GRANT", 1)
+    spec = "skipkv:budget=13,sinks=2,window=4,near=6,segment=2,shortest=2,longest=12,delimiters=(3,9,14,22),period=4,page=4"
+    with Engine(MODEL, sejax.method(spec), max_len=160, rows=2, slots=3, kv_tokens=200, chunks=(8, 32), seed=1) as engine:
+        inboxes = [ask(engine, prompt, max_tokens=80)[1] for prompt in (LONG, LONG[:20])]
+        for prompt, inbox in zip((LONG, LONG[:20]), inboxes, strict=True):
+            result = collect(inbox.get)
+            assert list(result.ids) == greedy(engine.method, [(prompt, 80)])[0]
+        assert settled(engine)
+        most = max(owned(engine))
+        assert most <= -(-(13 + 2 * 4 + 2) // 4), f"{most} pages for at most 17 rows"
+        accounted(engine)
+
+
 def test_a_cancel_in_a_replay_frees_everything(engine: Engine) -> None:
     core = engine._core
     assert core is not None
