@@ -87,12 +87,13 @@ def _extent(refs: dict[str, Any], f: Facts, cut: Cut, item: Array) -> tuple[Arra
 
 
 def _attend_piece(refs: dict[str, Any], f: Facts, cut: Cut, item: Array, n: Array) -> None:
-    """Attend one item's query tile to its n-th piece, if it has one; leave the partial."""
+    """Attend one item's query tile to its n-th piece, if it has one; leave the partial, or the answer where it is the only one."""
     r, h, tile = _where(f, item)
     blocks, piece = _extent(refs, f, cut, item)
     m = tile * f.tile + jnp.arange(f.tile, dtype=jnp.int32)
     exists = n * piece < blocks
-    real = (m < f.new * f.group) & exists
+    mine = m < f.new * f.group
+    real = mine & exists
     t, g = lax.div(m, f.group), lax.rem(m, f.group)
     q = queries(refs["q"], f, r, h, t, g, real)
     start, end = span(refs, f, r, h)
@@ -111,23 +112,22 @@ def _attend_piece(refs: dict[str, Any], f: Facts, cut: Cut, item: Array, n: Arra
 
     wide = pow2(f.value)
     d = jnp.arange(wide, dtype=jnp.int32)[None, :]
-    row, d = (jnp.broadcast_to(x, (f.tile, wide)) for x in ((m - tile * f.tile)[:, None], d))
-    ok = jnp.broadcast_to(real[:, None], (f.tile, wide)) & (d < f.value)
+    row, t_, g_, d = (jnp.broadcast_to(x, (f.tile, wide)) for x in ((m - tile * f.tile)[:, None], t[:, None], g[:, None], d))
     zero = jnp.zeros((f.tile,), jnp.float32)
     nothing = (zero + FAR, zero, jnp.zeros((f.tile, wide), jnp.float32))
     top, total, acc = lax.fori_loop(n * piece, jnp.minimum((n + 1) * piece, blocks), step, nothing)
     some = total > 0
     total = jnp.where(some, total, 1.0)
     lse = jnp.where(some, top + jnp.log2(total), -jnp.inf)
+    value = acc / total[:, None]
     if cut.slots == 1:
-        store(refs["out_lse"], r, t, h, g, value=lse * LN2, mask=(m < f.new * f.group))
-        t, g = (jnp.broadcast_to(x[:, None], ok.shape) for x in (t, g))
-        value = (acc / total[:, None]).astype(refs["out"].dtype)
-        store(refs["out"], r, t, h, g, d, value=value, mask=jnp.broadcast_to((m < f.new * f.group)[:, None], ok.shape) & (d < f.value))
+        store(refs["out_lse"], r, t, h, g, value=lse * LN2, mask=mine)
+        ok = jnp.broadcast_to(mine[:, None], d.shape) & (d < f.value)
+        store(refs["out"], r, t_, h, g_, d, value=value.astype(refs["out"].dtype), mask=ok)
         return
     slot = item * cut.slots + n
     store(refs["lse"], slot, m - tile * f.tile, value=lse, mask=real)
-    store(refs["part"], slot, row, d, value=acc / total[:, None], mask=ok)
+    store(refs["part"], slot, row, d, value=value, mask=jnp.broadcast_to(real[:, None], d.shape) & (d < f.value))
 
 
 def _split(*refs_: Any, names: tuple[str, ...], f: Facts, cut: Cut, programs: int) -> None:
