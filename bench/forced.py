@@ -1,7 +1,8 @@
 """Gold answers under many methods from one dense pass over their context: layer by layer, as the engine's prefill units run.
 
-A prompt's own attention is dense under every method that runs here, so the methods differ only in what each layer then keeps and
-reads. In one layer a method's own hooks store and seal the context, then take the known next tokens one at a time.
+A prompt's own attention is dense under most methods, so these differ only in what each layer then keeps and reads; a method that
+reads a prompt in its own way gets a pass of its own. In one layer a method's own hooks store and seal the context, then take the
+known next tokens one at a time.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +22,7 @@ import sejax
 from sejax import step
 from sejax.kernels.attention import attention
 from sejax.models import decoder
-from sejax.types import Array, LayerMethod, LayerSpec, Method, Qkv, Rows, State
+from sejax.types import Array, AttentionView, Hooks, LayerMethod, LayerSpec, Method, Qkv, Rows, Seen, State
 
 NEW = 32  # tokens after the context; fewer are padded
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # compiling takes most of the time here
@@ -38,18 +39,36 @@ class Answer(NamedTuple):
     kept: list[list[np.ndarray]]
 
 
-def answers(model: sejax.Model, methods: Sequence[Method], context: Sequence[int], tail: Sequence[int]) -> list[Answer]:
-    """One Answer for each method, of `tail` (at most NEW tokens) after `context`. ValueError: a method whose prompt is not dense."""
+def answers(
+    model: sejax.Model, methods: Sequence[Method], context: Sequence[int], tail: Sequence[int], dense: Iterable[tuple[Qkv, Array]] = ()
+) -> list[Answer]:
+    """One Answer for each method, of `tail` (at most NEW tokens) after `context`. dense: list(passed(model, context)), if at hand."""
     if not 1 < len(tail) <= NEW:
         raise ValueError(f"the tail has {len(tail)} tokens; give between 2 and {NEW}")
     runs = [Run(model, method.fitted(model), len(context), tail) for method in methods]
-    x = decoder.embed(model.params, model.config, jnp.asarray(context, jnp.int32)[None])
-    spec = decoder.specs(model.config, str(model.dtype))[0]
-    for index, weights in enumerate(model.params["layers"]):
-        x, qkv = _dense(weights, model.config, spec, x)
-        for run in runs:
-            run.layer(index, qkv, x)
+    together = [run for run in runs if not run.reads]
+    passes = [(dense or passed(model, context), together)] if together else []
+    for layers_, of in [*passes, *((passed(model, context, run.method), [run]) for run in runs if run.reads)]:
+        for index, (qkv, hidden) in enumerate(layers_):
+            for run in of:
+                run.layer(index, qkv, hidden)
     return [run.answer(jnp.asarray(context, jnp.int32)) for run in runs]
+
+
+def passed(model: sejax.Model, context: Sequence[int], method: Method | None = None) -> Iterator[tuple[Qkv, Array]]:
+    """Layer by layer a context's projections and the layer's output [1,T,E]; its attention as `method` reads a prompt (None: dense)."""
+    x = decoder.embed(model.params, model.config, jnp.asarray(context, jnp.int32)[None])
+    found = layers(method or sejax.methods.full(), decoder.specs(model.config, str(model.dtype)))
+    for weights, (spec, record) in zip(model.params["layers"], found, strict=True):
+        x, qkv = _passed(weights, model.config, spec, record, x)
+        yield qkv, x
+
+
+def clear() -> None:
+    """Let go of all compiled programs: a process can map only so much code."""
+    layers.cache_clear()
+    SEALS.clear()
+    jax.clear_caches()
 
 
 class Run:
@@ -59,8 +78,7 @@ class Run:
         self.model, self.method, self.length, self.count = model, method, length, len(tail)
         self.specs = decoder.specs(model.config, str(model.dtype), length + NEW)
         self.layers = layers(method, self.specs)
-        if any(record.prefill.attend for _, record in self.layers):
-            raise ValueError(f"{method}: a prompt's attention is not dense; run it through the functional API")
+        self.reads = any(record.prefill.attend for _, record in self.layers)
         self.tail = jnp.asarray([*tail, *[0] * (NEW - len(tail))], jnp.int32)[None]
         self.x = decoder.embed(model.params, model.config, self.tail)
         self.stored: list[State] = []
@@ -91,8 +109,8 @@ class Run:
         if states:
             rows = [_rows(record, self.length, 0, self.length) for _, record in self.layers]
             joint = step.joined(self.method, states, tuple(r.table for r in rows), rows[0])
-            for index, (spec, state) in enumerate(zip(self.specs, states, strict=True)):
-                self.take(index, _late(self.method.layer(spec, None), self.length, state, joint))
+            for index, (record, state) in enumerate(zip(seals(self, states, joint), states, strict=True)):
+                self.take(index, _late(record, self.length, state, joint))
         logp, best = (np.asarray(a)[: self.count - 1] for a in _judge(model.params, model.config, self.x, self.tail))
         return Answer(np.append(np.float32(0), logp), np.append(-1, best), self.kept)
 
@@ -116,6 +134,24 @@ def layers(method: Method, specs: tuple[LayerSpec, ...]) -> list[tuple[LayerSpec
     return found
 
 
+SEALS: dict[tuple[Method, int], list[LayerMethod]] = {}
+
+
+def seals(run: Run, states: tuple[State, ...], joint: tuple[Any, ...]) -> list[LayerMethod]:
+    """Each layer's record for its seal, which may use the layer's number: two layers whose programs are equal speak for their group."""
+    key = (run.method, run.length)
+    if key not in SEALS:
+        own, groups = [run.method.layer(spec, None) for spec in run.specs], {}
+        for index, (_, record) in enumerate(run.layers):
+            groups.setdefault(id(record), []).append(index)
+        for first, *others in groups.values():
+            texts = {_late.lower(own[i], run.length, states[i], joint).as_text() for i in (first, *others[:1])}
+            for i in others if len(texts) == 1 else ():
+                own[i] = own[first]
+        SEALS[key] = own
+    return SEALS[key]
+
+
 def made_of(x: Any, above: tuple[int, ...] = ()) -> Any:
     """A hashable description of functions by their code and what they close over; a layer's index in its spec does not count."""
     if id(x) in above:
@@ -133,6 +169,8 @@ def made_of(x: Any, above: tuple[int, ...] = ()) -> Any:
         return x.__code__, inside([c.cell_contents for c in x.__closure__ or ()]), inside(x.__defaults__ or ())
     if isinstance(x, dict):
         return inside(x.items())
+    if isinstance(x, np.ndarray):
+        return x.shape, str(x.dtype), x.tobytes()
     return (type(x), inside(x)) if isinstance(x, (tuple, list)) else x if isinstance(x, Hashable) else id(x)
 
 
@@ -143,17 +181,21 @@ def _rows(method: LayerMethod, length: int, start: int, count: int) -> Rows:
     return Rows(one * 0, one * start, one * count, table, jnp.zeros((1, max(count, 1)), jnp.int32), turn)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2), compiler_options=QUICK)
-def _dense(weights: Any, config: Any, spec: LayerSpec, x: Array) -> tuple[Array, Qkv]:
+def _attended(hooks: Hooks, q: Array, views: tuple[AttentionView, ...], rows: Rows) -> Seen:
+    return hooks.attend(q, views, rows) if hooks.attend else attention(q, views, rows.count)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3), compiler_options=QUICK)
+def _passed(weights: Any, config: Any, spec: LayerSpec, method: LayerMethod, x: Array) -> tuple[Array, Qkv]:
     """A layer over the whole context: [1,T,E] -> ([1,T,E], its projections)."""
-    full = sejax.methods.full().layer(spec, None)
+    full = sejax.methods.full(page=method.page).layer(spec, None)
     positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
 
     def attend(qkv: Qkv) -> tuple[Array, Qkv]:
         rows = _rows(full, x.shape[1], 0, x.shape[1])
         state = full.prefill.write(full.decode.init(1, rows.table.shape[1]), qkv, rows)
         views, _ = full.prefill.before_attention(state, qkv, None, rows)
-        return attention(qkv.q, views, rows.count).out, qkv
+        return _attended(method.prefill, qkv.q, views, rows).out, qkv
 
     return decoder.layer(weights, config, spec, x, positions, attend)
 
@@ -178,7 +220,7 @@ def _stored(
     views, carry = method.prefill.before_attention(stage, qkv, carry, at)
     if method.history and staged:
         views = (*method.history(state, qkv, rows), *views)
-    stage, carry = method.prefill.after_attention(stage, qkv, attention(qkv.q, views, at.count), carry, at)
+    stage, carry = method.prefill.after_attention(stage, qkv, _attended(method.prefill, qkv.q, views, at), carry, at)
     stage, _, carry = method.prefill.after_layer(stage, hidden, carry, at)
     if staged:
         assert method.seal
@@ -211,7 +253,7 @@ def _taken(
         now = Rows(rows.slot, at[None], jnp.ones(1, jnp.int32), rows.table, jnp.zeros((1, 1), jnp.int32))
         state = method.decode.write(state, one, now)
         views, passed = method.decode.before_attention(state, one, passed, now)
-        seen = method.decode.attend(one.q, views, now) if method.decode.attend else attention(one.q, views, now.count)
+        seen = _attended(method.decode, one.q, views, now)
         state, passed = method.decode.after_attention(state, one, seen, passed, now)
         return state, (seen.out[0], passed)
 

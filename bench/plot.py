@@ -1,20 +1,23 @@
-"""Line charts as SVG text, for docs: panels side by side, one legend; and tables that a run writes into a page."""
+"""Line charts as SVG text, for docs: panels side by side, lines named at the last one's right end; and tables written into a page."""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
-COLOURS = "000000 1f77b4 ff7f0e 2ca02c d62728 9467bd 8c564b e377c2 17becf bcbd22 7f7f7f 0b6e4f b8860b 5b2a86"
-WIDTH, HEIGHT, LEFT, TOP, BOTTOM, LEGEND = 400, 260, 56, 34, 44, 150
+COLOURS = ["000000", "1f77b4", "ff7f0e", "2ca02c", "d62728", "9467bd", "8c564b", "17becf"]
+WIDTH, HEIGHT, LEFT, TOP, BOTTOM, NAMES = 400, 330, 56, 34, 44, 190
+LINE, APART = 17, 2.5  # pixels between names, and between lines at points that would coincide
 Points = Sequence[tuple[float, float]]
 
 
 class Panel(NamedTuple):
-    """series: name -> (x, y) points; xs, ys: ticks as value -> label, the first and the last bound the panel; log: y is logarithmic."""
+    """series: name -> (x, y) points; xs, ys: ticks as value -> label, the first and the last bound the panel; place, rise: what is
+    linear in x and y (math.log: a logarithmic axis)."""
 
     title: str
     under: str
@@ -26,21 +29,50 @@ class Panel(NamedTuple):
 
 
 def chart(panels: Sequence[Panel]) -> str:
-    """The SVG of all panels; a series has the same colour in each."""
+    """The SVG of all panels; a series looks the same in each."""
     names = list(dict.fromkeys(name for panel in panels for name in panel.series))
-    shades = COLOURS.split()
-    colour = {name: f"#{shades[i % len(shades)]}" for i, name in enumerate(names)}
-    height = max(HEIGHT, TOP + 16 * len(names)) + BOTTOM
-    parts = [_panel(panel, i * (WIDTH + LEFT), colour) for i, panel in enumerate(panels)]
-    at = len(panels) * (WIDTH + LEFT) + 12
-    for i, name in enumerate(names):
-        y = TOP + 8 + 16 * i
-        parts.append(f'<path d="M{at} {y}h18" stroke="{colour[name]}" stroke-width="2.5"{_dash(i)}/>')
-        parts.append(f'<text x="{at + 24}" y="{y + 4}">{escape(name)}</text>')
-    size = f'width="{at + LEGEND}" height="{height}" viewBox="0 0 {at + LEGEND} {height}"'
+    look = {name: (f"#{COLOURS[i % len(COLOURS)]}", i >= len(COLOURS)) for i, name in enumerate(names)}
+    parts, ends = [], {}
+    for i, panel in enumerate(panels):
+        left = i * (WIDTH + LEFT)
+        lines = placed(panel, left)
+        parts += [_frame(panel, left), *(_line(points, *look[name]) for name, points in lines.items())]
+        ends = {name: points[-1] for name, points in lines.items()}
+    heights = spread({name: y for name, (_, y) in ends.items()})
+    for name, (x, y) in ends.items():
+        (colour, _), at = look[name], heights[name]
+        parts.append(f'<path d="M{x + 6:.1f} {y:.1f}L{x + 30:.1f} {at:.1f}" stroke="{colour}" stroke-width=".8"/>')
+        parts.append(_mark(x + 34, at, *look[name]))
+        parts.append(f'<text x="{x + 42:.1f}" y="{at + 4:.1f}" style="fill:{colour}">{escape(name)}</text>')
+    width, height = len(panels) * (WIDTH + LEFT) + NAMES, max([HEIGHT, *heights.values()]) + BOTTOM
     style = 'font-family="sans-serif" font-size="12" fill="none"'
+    size = f'width="{width}" height="{height:.0f}" viewBox="0 0 {width} {height:.0f}"'
     body = "\n".join(parts).replace("<text ", '<text fill="#222" ')
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>\n<rect width="100%" height="100%" fill="#fff"/>\n{body}\n</svg>\n'
+
+
+def spread(wanted: Mapping[str, float]) -> dict[str, float]:
+    """Heights near the wanted ones, in their order, LINE or more apart; pixels from the panels' top downwards."""
+    order = sorted(wanted, key=lambda name: wanted[name])
+    found: dict[str, float] = {}
+    for i, name in enumerate(order):  # as low as wanted, but high enough for those below
+        lowest = max(HEIGHT, TOP + LINE * (len(order) - 1)) - LINE * (len(order) - 1 - i)
+        found[name] = max(min(wanted[name], lowest), found[order[i - 1]] + LINE if i else TOP)
+    return found
+
+
+def placed(panel: Panel, left: float) -> dict[str, list[tuple[float, float]]]:
+    """Each line's points in pixels; points that coincide are put APART, towards the panel's middle."""
+    x, y = _scales(panel, left)
+    found: dict[str, list[tuple[float, float]]] = {}
+    taken: Counter[tuple[float, float]] = Counter()
+    for name, points in panel.series.items():
+        found[name] = []
+        for point in ((round(x(a), 1), round(y(b), 1)) for a, b in points):
+            inwards = 1 if point[1] < (TOP + HEIGHT) / 2 else -1
+            found[name].append((point[0], point[1] + inwards * APART * taken[point]))
+            taken[point] += 1
+    return found
 
 
 def insert(page: Path, name: str, text: str) -> None:
@@ -51,25 +83,33 @@ def insert(page: Path, name: str, text: str) -> None:
     page.write_text(whole)
 
 
-def _dash(index: int) -> str:
-    return "" if index < 7 else ' stroke-dasharray="6 3"'
-
-
-def _panel(panel: Panel, left: int, colour: Mapping[str, str]) -> str:
+def _scales(panel: Panel, left: float) -> tuple[Callable[[float], float], Callable[[float], float]]:
     def scale(ticks: Mapping[float, str], through: Callable[[float], float], start: float, size: float) -> Callable[[float], float]:
         low, high = through(next(iter(ticks))), through(list(ticks)[-1])
         return lambda value: start + (through(value) - low) / (high - low) * size
 
-    x = scale(panel.xs, panel.place, left + LEFT, WIDTH - 24)
-    y = scale(panel.ys, panel.rise, HEIGHT, TOP - HEIGHT)
+    return scale(panel.xs, panel.place, left + LEFT, WIDTH - 24), scale(panel.ys, panel.rise, HEIGHT, TOP - HEIGHT)
+
+
+def _mark(x: float, y: float, colour: str, second: bool) -> str:
+    if second:
+        return f'<path d="M{x:.1f} {y:.1f}m-3.5 -3.5h7v7h-7z" fill="#fff" stroke="{colour}"/>'
+    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colour}"/>'
+
+
+def _line(points: Points, colour: str, second: bool) -> str:
+    """A line with its marks: full discs, or dashes and squares."""
+    shown, dash = " ".join(f"{x:.1f},{y:.1f}" for x, y in points), ' stroke-dasharray="6 3"' if second else ""
+    marks = [_mark(x, y, colour, second) for x, y in points]
+    return "\n".join([f'<polyline points="{shown}" stroke="{colour}" stroke-width="1.5"{dash}/>', *marks])
+
+
+def _frame(panel: Panel, left: float) -> str:
+    x, y = _scales(panel, left)
     parts = [f'<text x="{left + LEFT}" y="{TOP - 14}" font-weight="bold">{escape(panel.title)}</text>']
     parts += [f'<path d="M{left + LEFT} {y(v):.1f}h{WIDTH - 24}" stroke="#ddd"/>' for v in panel.ys]
-    parts += [f'<text x="{left + LEFT - 6}" y="{y(v) + 4:.1f}" text-anchor="end">{label}</text>' for v, label in panel.ys.items()]
-    parts += [f'<text x="{x(v):.1f}" y="{HEIGHT + 16}" text-anchor="middle">{label}</text>' for v, label in panel.xs.items()]
+    parts += [f'<text x="{left + LEFT - 10}" y="{y(v) + 4:.1f}" text-anchor="end">{label}</text>' for v, label in panel.ys.items()]
+    parts += [f'<text x="{x(v):.1f}" y="{HEIGHT + 18}" text-anchor="middle">{label}</text>' for v, label in panel.xs.items()]
     middle = left + LEFT + (WIDTH - 24) / 2
-    parts.append(f'<text x="{middle}" y="{HEIGHT + 34}" text-anchor="middle">{escape(panel.under)}</text>')
-    order = list(colour)
-    for name, points in panel.series.items():
-        shown = " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in points)
-        parts.append(f'<polyline points="{shown}" stroke="{colour[name]}" stroke-width="2"{_dash(order.index(name))}/>')
+    parts.append(f'<text x="{middle}" y="{HEIGHT + 36}" text-anchor="middle">{escape(panel.under)}</text>')
     return "\n".join(parts)

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from bench import forced
-from bench.plot import Panel, chart
 from sejax import functional, methods
 from tests.models.tiny import tiny_model
 
@@ -16,6 +15,7 @@ SPECS = (
     "kvzip:ratio=0.4,sinks=2,chunk=16,tail=3,instruction_ids=(5,6,-1,7,-1,8),rule=kvpress",
     "quest:budget=8,page=4,dense_layers=1",
     "omnikv:observers=(0,),budget=9,wait=0",
+    "flashprefill:alpha=0.5,block=4,tile=8,sinks=1,window=1,last=1,shortest=8,page=4",
 )
 
 
@@ -42,15 +42,11 @@ def test_as_the_functional_api(answers, spec):
         logits = rows[0]
 
 
-def test_a_sparse_prompt_is_refused(answers):
-    with pytest.raises(ValueError, match="not dense"):
-        forced.answers(answers[0], [methods.method("flashprefill:alpha=0.5")], answers[1], answers[2])
-
-
-def test_a_chart_is_well_formed():
-    from xml.etree import ElementTree
-
-    panel = Panel("a < b", "budget", {"one": [(1, 0.5), (2, 1)], "two": [(1, 0), (2, 0.25)]}, {1: "1", 2: "2"}, {0: "0", 1: "1"})
-    root = ElementTree.fromstring(chart([panel, panel]))
-    lines = [e.attrib["points"] for e in root.iter() if e.tag.endswith("polyline")]
-    assert len(lines) == 4 and lines[0] == "56.0,147.0 432.0,34.0" and lines[1].startswith("56.0,260.0")
+def test_seals_share_programs_but_where_they_use_their_layer():
+    forced.clear()
+    model, ids = tiny_model(), list(range(40))
+    alone = {"official": 1, "kvpress": len(model.params["layers"])}
+    for rule, count in alone.items():
+        method = methods.method(f"kvzip:ratio=0.4,sinks=2,instruction_ids=(5,6,-1,7,-1,8),rule={rule}")
+        forced.answers(model, [method], ids, ids[:4])
+        assert len({id(record) for record in forced.SEALS[method, 40]}) == count
