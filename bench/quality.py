@@ -38,6 +38,7 @@ BUDGETS = {
     "keydiff": "keydiff:budget={n}",
     "kvzip": "kvzip:ratio={ratio}",
     "quest": "quest:budget={n}",
+    "quest, 32-token pages": "quest:budget={n},page=32",
     "omnikv": "omnikv:budget={n}",
     "retroinfer": "retroinfer:ratio={near},estimate={far},recent=8,threshold=256",
     "rkv + quest": "rkv:budget={twice},period=0 + quest:budget={n}",
