@@ -1,4 +1,4 @@
-"""Parity with kvpress on a real model: `python -m bench.parity [TEXT ...]`; `python -m bench.parity export FOLDER` for its other side.
+"""Parity with kvpress on a real model: `python -m bench.parity [TEXT or METHOD ...]`, and `python -m bench.parity export FOLDER`.
 
 Both sides hold the same dequantised weights in float32. tests/golden/make_kvpress.py wrote tests/golden/kvpress; this runs sejax on
 the same texts, prints a line for each text, method and budget and what the criteria come to over all texts run so far, and keeps
@@ -29,8 +29,9 @@ PAGE = pathlib.Path(__file__).parents[1] / "docs/quality.md"
 GOLDEN = pathlib.Path(__file__).parents[1] / "tests/golden/kvpress"
 SHORT = (("needle", 640, 0), ("pairs", 640, 0))
 MIDDLE = tuple((("needle", "pairs")[seed % 2], length, seed) for length, count in ((1024, 16), (2048, 4)) for seed in range(count))
-REPLAYED = 6  # first texts, under the method that lets the model repeat its context too: a replay costs more than all else
 LONG = (("needle", 8192, 0), ("pairs", 8192, 0))
+REPLAYED = (*SHORT, *MIDDLE[:4], LONG[0])
+"""Texts under the method that lets the model repeat its context, too: a replay costs more than all else. The long one takes several."""
 SPECS = {
     "full": "full",
     "snapkv": "snapkv:budget={n},window=64,kernel=5,pooling=avg,slack=64",
@@ -190,8 +191,8 @@ def export(folder: pathlib.Path) -> None:
     (folder / "tokenizer.json").write_text(tokenizer._backend.to_str())
     settings = dict(tokenizer_class="PreTrainedTokenizerFast", chat_template=tokenizer.chat_template, model_max_length=config.max_position)
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    texts = [case(tokenizer, *key) for key in (*SHORT, *MIDDLE, *LONG)]
-    written = [dict(name=t.name, context=t.context, tail=t.tail, replays=i < REPLAYED) for i, t in enumerate(texts)]
+    texts = [(case(tokenizer, *key), key in REPLAYED) for key in (*SHORT, *MIDDLE, *LONG)]
+    written = [dict(name=t.name, context=t.context, tail=t.tail, replays=replays) for t, replays in texts]
     (folder / "texts.json").write_text(json.dumps(written))
 
 
@@ -201,12 +202,12 @@ def main(names: list[str]) -> int:
         return 0
     model = sejax.load(MODEL, dtype="float32")
     assert model.tokenizer is not None
-    file = RESULTS / "parity.jsonl"
+    file, methods = RESULTS / "parity.jsonl", [name for name in names if name in SPECS]
     for key in (*SHORT, *MIDDLE, *LONG):
         text = case(model.tokenizer, *key)
-        if (names and text.name not in names) or not (GOLDEN / f"{text.name}.npz").exists():
+        if (len(names) > len(methods) and text.name not in names) or not (GOLDEN / f"{text.name}.npz").exists():
             continue
-        lines = compare(model, text)
+        lines = compare(model, text, methods or None)
         print("\n".join(map(shown, lines)), flush=True)
         with file.open("a") as out:
             out.write("".join(json.dumps(x._asdict()) + "\n" for x in lines))

@@ -125,8 +125,16 @@ def replay(model, tokenizer, context, cache, variants):
                 v.kept.append(unmasked(layer.self_attn, press.score_val[i]))
             limit = scores[torch.stack(v.kept)].min()
             v.near = list(((scores - limit).abs() <= NEAR * limit.abs()) & (scores < scores.max()))
-    part, whole = instruction[0]
-    return {"instruction": whole[0, : whole.shape[1] - part.shape[1]].numpy().astype(np.int32)}
+    return {"instruction": np.asarray(told(instruction, suffix), np.int32)}
+
+
+def told(chunks, suffix):
+    """The instructions of a replay, as sejax's instruction_ids: the first; later ones less the chunk's last 8 tokens; the postfix."""
+    heads = [whole[0, : whole.shape[1] - part.shape[1]].tolist() for part, whole in chunks]
+    end = suffix[0].tolist()
+    assert all(head[-len(end) :] == end for head in heads)
+    heads = [head[: -len(end)] for head in heads]
+    return [*heads[0], -1, *heads[1][:-8], -1, *end] if len(heads) > 1 else [*heads[0], *end]
 
 
 def collect(model, context, variants):
@@ -139,7 +147,7 @@ def collect(model, context, variants):
         for variant in variants:
             variant.layer(module, kwargs["hidden_states"], cache.keys, cache.values, output[1], kwargs, known)
 
-    model.set_attn_implementation("eager")
+    model.set_attn_implementation("by_head")
     hooks = []
     for layer in model.model.layers:
         layer.self_attn.rotary_emb = model.model.rotary_emb
@@ -149,6 +157,22 @@ def collect(model, context, variants):
     for h in hooks:
         h.remove()
     return store
+
+
+def by_head(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
+    """Eager attention that holds one head's probabilities at a time, T x T; returned are their sums over queries, f32[1,Hq,1,T]."""
+    _, heads, length, width = query.shape
+    out, sums = torch.empty(1, length, heads, width), torch.empty(1, heads, 1, length)
+    logits, probability = torch.empty(2, length, length)
+    later = torch.ones(length, length, dtype=torch.bool).triu_(1)
+    for head in range(heads):
+        at = head * key.shape[1] // heads
+        torch.matmul(query[0, head], key[0, at].T, out=logits)
+        logits.mul_(scaling).masked_fill_(later, -torch.inf)
+        torch.softmax(logits, -1, out=probability)
+        out[0, :, head] = probability @ value[0, at]
+        sums[0, head, 0] = probability.sum(0)
+    return out, sums
 
 
 def over_kept(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
@@ -162,8 +186,9 @@ def over_kept(module, query, key, value, attention_mask, scaling, dropout=0.0, *
     return out.transpose(1, 2).contiguous(), None
 
 
-ALL_ATTENTION_FUNCTIONS["over_kept"] = over_kept
-ALL_MASK_ATTENTION_FUNCTIONS["over_kept"] = lambda *args, **kwargs: None
+for attention in (by_head, over_kept):
+    ALL_ATTENTION_FUNCTIONS[attention.__name__] = attention
+    ALL_MASK_ATTENTION_FUNCTIONS[attention.__name__] = lambda *args, **kwargs: None
 
 
 def answer(model, length, tail, store, seen):
