@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -54,7 +56,10 @@ def turn(x: Array, cos: Array, sin: Array) -> Array:
 
 
 def attended(keys: Array, mean: Array, covariance: Array | None, real: Array) -> Array:
-    """E[softmax] over the keys that are real, mean over the group: keys [R,H,C,D], mean [R,H,G,D] -> f32[R,H,C]."""
+    """log of E[softmax] over the keys that are real, mean over the group: keys [R,H,C,D], mean [R,H,G,D] -> f32[R,H,C].
+
+    In logs, because over thousands of keys most weights are too small for float32, and would tie.
+    """
     keys = keys.astype(jnp.float32)
     dim = keys.shape[-1]
     logits = jnp.einsum("rhcd,rhgd->ghrc", keys, mean) / dim**0.5  # group and heads first, see the map below
@@ -64,12 +69,13 @@ def attended(keys: Array, mean: Array, covariance: Array | None, real: Array) ->
         logits += spread / (2 * dim)
     logits = jnp.where(jnp.swapaxes(real, 0, 1), logits, -jnp.inf)
     some = jnp.swapaxes(jnp.any(real, axis=-1, keepdims=True), 0, 1)
-    weight = jax.nn.softmax(jnp.where(some, logits, 0.0), axis=-1)
-    return jnp.where(real, jnp.swapaxes(jnp.mean(weight, axis=0), 0, 1), 0.0)
+    weight = jax.nn.log_softmax(jnp.where(some, logits, 0.0), axis=-1)
+    expected = jax.nn.logsumexp(weight, axis=0) - math.log(len(weight))
+    return jnp.where(real, jnp.swapaxes(expected, 0, 1), -jnp.inf)
 
 
 def score(candidates: Candidates, spec: LayerSpec, sinks: int, steps: int, covariance: bool, vnorm: bool, epsilon: float) -> Array:
-    """Candidates -> f32[R,H,C], +inf for sinks."""
+    """Candidates -> f32[R,H,C], logs of the scores, +inf for sinks."""
     assert candidates.read is not None and candidates.length is not None
     keys = candidates.read("keys")
     rank = jnp.arange(keys.shape[2], dtype=jnp.int32)
@@ -77,9 +83,11 @@ def score(candidates: Candidates, spec: LayerSpec, sinks: int, steps: int, covar
     cos, sin = ahead(spec, candidates.length, steps)
     mean, spread = moments(candidates.sums)
     spread = jnp.swapaxes(turn(jnp.swapaxes(turn(spread, cos, sin), -1, -2), cos, sin), -1, -2)
-    expected = attended(keys, turn(mean, cos, sin), spread if covariance else None, real) + epsilon
+    expected = attended(keys, turn(mean, cos, sin), spread if covariance else None, real)
+    if epsilon:
+        expected = jnp.logaddexp(expected, math.log(epsilon))
     if vnorm:
-        expected *= jnp.linalg.norm(candidates.read("values").astype(jnp.float32), axis=-1)
+        expected += jnp.log(jnp.linalg.norm(candidates.read("values").astype(jnp.float32), axis=-1))
     return jnp.where(rank >= sinks, expected, jnp.inf)
 
 

@@ -45,10 +45,16 @@ def test_moments_and_scores(chunks):
     keys = jnp.asarray(inputs["k_postrope"], jnp.float32)[None]
     real = jnp.broadcast_to(jnp.arange(LENGTH) >= SINKS, (1, HEADS, LENGTH))
     for name, used in (("with_cov", turned), ("without_cov", None)):
-        found = attended(keys, turn(mean, cos, sin), used, real)[0, :, SINKS:]
+        found = np.exp(attended(keys, turn(mean, cos, sin), used, real)[0, :, SINKS:])
         np.testing.assert_allclose(found, expected[name]["mean_softmax_no_vnorm"], atol=1e-5)
         weighted = found * np.linalg.norm(inputs["v"][:, SINKS:], axis=-1)
         np.testing.assert_allclose(weighted, np.asarray(expected[name]["score_with_sinks"])[:, SINKS:], atol=1e-5)
+
+
+def test_weights_too_small_for_a_float_still_differ():
+    keys = jnp.linspace(0, -300, 7)[None, None, :, None]
+    found = np.asarray(attended(keys, jnp.ones((1, 1, 2, 1)), None, jnp.ones((1, 1, 7), bool)))[0, 0]
+    np.testing.assert_allclose(found, np.linspace(0, -300, 7), atol=1e-4)
 
 
 @pytest.mark.parametrize(("name", "field"), [("gqa_vnorm", "with_cov"), ("gqa_vnorm", "without_cov"), ("ratio_0_keep_all", "")])
