@@ -25,7 +25,7 @@ LN2 = 0.6931471805599453
 
 class Tuning(NamedTuple):
     """block: listed tokens a step; tile: query rows; longest: blocks of a piece at most; programs: at most, beyond they loop;
-    fill: programs that fill the card, into which few items are cut (a multiprocessor's worth of items, 128, stay whole)."""
+    fill: programs that fill the card, into which few items are cut (128 items, nearly one a multiprocessor, stay whole)."""
 
     block: int = 64
     tile: int = 16

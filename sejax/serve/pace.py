@@ -27,9 +27,9 @@ class Pace:
         self.units, self.steps = units, steps
         self._ahead: deque[tuple[Any, Request, int]] = deque()
         self._unit: tuple[int, float] | None = None  # last unit waited for: decode programs before it, when it was done
-        self._sent: deque[tuple[int, int, int]] = deque()  # decode programs in flight: batch bucket, steps, units before it
+        self._flying: deque[tuple[int, int, int]] = deque()  # decode programs in flight: batch bucket, steps, units before it
         self._step: tuple[int, int, float] | None = None  # last one read: batch bucket, units before it, when
-        self._units = self._programs = 0
+        self._units_sent = self._programs_sent = 0
 
     def patience(self, rows: int) -> float:
         """Seconds of prefill between two decode steps of a batch bucket."""
@@ -38,8 +38,8 @@ class Pace:
     def launched(self, result: Any, request: Request, bucket: int) -> None:
         """A unit of a prompt was launched; waits for an earlier one, so that the host runs AHEAD units ahead at most."""
         request.unit_seconds = request.unit_seconds or self.units[bucket]
-        self._units += 1
-        self._ahead.append((result, request, self._programs))
+        self._units_sent += 1
+        self._ahead.append((result, request, self._programs_sent))
         if len(self._ahead) <= AHEAD:
             return
         earlier, owner, programs = self._ahead.popleft()
@@ -52,12 +52,12 @@ class Pace:
 
     def sent(self, rows: int, steps: int) -> None:
         """A decode program was launched."""
-        self._sent.append((rows, steps, self._units))
-        self._programs += 1
+        self._flying.append((rows, steps, self._units_sent))
+        self._programs_sent += 1
 
     def read(self) -> None:
         """The oldest decode program's tokens are here."""
-        rows, steps, units = self._sent.popleft()
+        rows, steps, units = self._flying.popleft()
         now = time.perf_counter()
         if self._step and self._step[:2] == (rows, units):
             took = (now - self._step[2]) / steps
