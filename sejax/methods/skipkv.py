@@ -81,7 +81,9 @@ def listen(table: dict[str, Array], hidden: Array, rows: Rows, rule: Rule) -> di
     """
     new = jnp.arange(hidden.shape[1], dtype=jnp.int32)
     most = min(new.shape[0] // rule.shortest + 1, rule.sentences)
-    began, ended = of_slot(table["began"], rows), of_slot(table["ended"], rows)
+    held = {name: of_slot(table[name], rows) for name in ("sum", "began", "ended")}
+    held, table = lax.optimization_barrier((held, table))  # read before they are written: otherwise XLA copies the leaves
+    began, ended = held["began"], held["ended"]
     real, pos = new < rows.count[:, None], rows.start[:, None] + new
     ends = real & jnp.isin(rows.tokens, jnp.asarray(rule.delimiters, jnp.int32))
     follows = lax.cummax(jnp.where(ends, pos + 1, began[:, None]), axis=1)  # where a sentence begins behind each token
@@ -98,7 +100,7 @@ def listen(table: dict[str, Array], hidden: Array, rows: Rows, rule: Rule) -> di
     states = jnp.where(real[..., None], hidden, 0).astype(jnp.float32)
     sums = jnp.einsum("rkt,rte->rke", part.astype(jnp.float32), states, precision=lax.Precision.HIGHEST)
     older = (place[:, :1] == jnp.arange(most + 1))[..., None]  # the sentence that was under way goes on
-    sums += jnp.where(older, of_slot(table["sum"], rows)[:, None], 0.0)
+    sums += jnp.where(older, held["sum"][:, None], 0.0)
     slot = jnp.where(rows.count > 0, rows.slot, table["ended"].shape[0])
     k = jnp.arange(most, dtype=jnp.int32)
     at = jnp.where(k < (total - lost)[:, None], (ended + lost)[:, None] + k, -1)

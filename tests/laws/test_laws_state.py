@@ -1,6 +1,7 @@
 """Laws 3, 4, 5, 6, 7: what happens to the state of sessions."""
 
 import functools
+import os
 import re
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import jax
 import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from sejax import functional, step
 from sejax.types import Qkv, Rows
@@ -98,7 +100,23 @@ def test_law_5_a_session_continues_in_another_slot_and_through_the_host(case):
         assert equal(expected, p.run(there, 2, turns()[HALF:])[0])
 
 
-def test_law_5_a_new_process_continues_bit_equal(tmp_path):
+@pytest.fixture
+def child(tmp_path):
+    """Environment of another process. On a card it finds this one's compiled programs: each process tunes the ones it compiles itself."""
+    if jax.default_backend() == "cpu":
+        yield dict(os.environ)
+        return
+    named = {"compilation_cache_dir": str(tmp_path / "compiled"), "persistent_cache_min_compile_time_secs": 0.0}
+    before = {name: getattr(jax.config, f"jax_{name}") for name in named}
+    programs.cache_clear()
+    for name, value in named.items():
+        jax.config.update(f"jax_{name}", value)
+    yield os.environ | {f"JAX_{name.upper()}": str(value) for name, value in named.items()}
+    for name, value in before.items():
+        jax.config.update(f"jax_{name}", value)
+
+
+def test_law_5_a_new_process_continues_bit_equal(tmp_path, child):
     """One child for all cases: it has the sessions' leaves and the code, nothing else."""
     expected = {}
     for i, case in enumerate(PRIMARY):
@@ -107,7 +125,8 @@ def test_law_5_a_new_process_continues_bit_equal(tmp_path):
         session = take(p.method)(cache, 1)
         np.savez(tmp_path / f"{i}.npz", *map(np.asarray, jax.tree.leaves(session)))
         expected[i], _ = p.run(cache, 1, turns()[5:6])
-    subprocess.run([sys.executable, "-c", CHILD, str(tmp_path)], check=True, timeout=280, cwd=functional.__file__.split("/sejax/")[0])
+    root = functional.__file__.split("/sejax/")[0]
+    subprocess.run([sys.executable, "-c", CHILD, str(tmp_path)], check=True, timeout=280, cwd=root, env=child)
     for i, logits in expected.items():
         assert equal(logits, np.load(tmp_path / f"out{i}.npy")), PRIMARY[i].spec
 
