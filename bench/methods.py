@@ -2,8 +2,7 @@
 figure and table of docs/performance.md (`... draw`: from the results there are).
 
 Programs of Qwen3-8B's layers, 16 rows, random bf16 weights and pools filled without a prefill, for DEPTHS layers each; the time of 36
-layers follows from the difference. What a method keeps is filled as after a prompt of that length. Left out: kvzip (reads as adakv, as
-many tokens as its ratio says) and flashprefill (prompts only).
+layers follows from the difference. What a method keeps is filled as after a prompt of that length. Left out: flashprefill (prompts only).
 """
 
 from __future__ import annotations
@@ -23,7 +22,8 @@ from sejax.types import LayerMethod
 
 ROWS, LAYERS, DEPTHS = 16, 36, (5, 9)  # the fifth layer is the first that follows, under omnikv; all later ones are like it
 CONTEXTS = (8192, 32768, 65536)
-type Spec = tuple[str, int | None, bool]  # spec, rows kept of a longer context, or all, and whether its prompt's end builds an index
+# spec; rows kept of a longer context, as a number, as a fraction, or all; whether its prompt's end builds an index
+type Spec = tuple[str, int | float | None, bool]
 SLACK = 1024
 SPECS: dict[str, Spec] = {
     "full": ("full", None, False),
@@ -40,6 +40,7 @@ SPECS: dict[str, Spec] = {
     "quest": ("quest:budget=2048", None, False),
     "omnikv": ("omnikv:observers=(2,),ratio=0.067", None, True),
     "retroinfer": ("retroinfer", None, True),
+    "kvzip": ("kvzip:ratio=0.3,instruction_ids=(1,2)", 0.3, False),
     "rkv_quest": ("rkv:budget=4096 + quest:budget=1024", 4096, False),
 }
 
@@ -48,8 +49,10 @@ IMAGE = "![Milliseconds of a decode step against the tokens of each row, by meth
 PAGE = RESULTS.parents[1] / "docs/performance.md"
 
 
-def held(most: int | None, context: int, record: LayerMethod) -> int:
+def held(most: int | float | None, context: int, record: LayerMethod) -> int:
     """Rows that a layer holds after a prompt of `context` tokens; a negative `most`: its run without that many."""
+    if isinstance(most, float):
+        return int(most * context)
     return min(context, context if most is None else most if most > 0 else record.run(context) + most)
 
 
