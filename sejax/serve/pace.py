@@ -47,7 +47,8 @@ class Pace:
         earlier.block_until_ready()
         now = time.perf_counter()
         if self._unit and self._unit[0] == programs and now - began > WAITED:
-            owner.unit_seconds += (now - self._unit[1] - owner.unit_seconds) / 2
+            took = min(now - self._unit[1], 2 * owner.unit_seconds)  # a pause is no unit
+            owner.unit_seconds = max(took, (owner.unit_seconds + took) / 2)  # slower ones count at once: streams wait for them
         self._unit = (programs, now) if now - began > WAITED else None
 
     def sent(self, rows: int, steps: int) -> None:
