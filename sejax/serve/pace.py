@@ -48,7 +48,8 @@ class Pace:
         now = time.perf_counter()
         if self._unit and self._unit[0] == programs and now - began > WAITED:
             took = min(now - self._unit[1], 2 * owner.unit_seconds)  # a pause is no unit
-            owner.unit_seconds = max(took, (owner.unit_seconds + took) / 2)  # slower ones count at once: streams wait for them
+            more = took - owner.unit_seconds
+            owner.unit_seconds += more / (2 if more > 0 else 4)  # rather too long than too short: streams wait for what is late
         self._unit = (programs, now) if now - began > WAITED else None
 
     def sent(self, rows: int, steps: int) -> None:
