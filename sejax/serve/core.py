@@ -142,6 +142,8 @@ class Core:
                 continue
             request.last_unit = unit
             self.prefilling.append(request)
+            while self.pace.owed():
+                self._commit()
             self.pace.launched(unit[0], request, unit[1])
             spent += request.unit_seconds
         return worked

@@ -47,10 +47,12 @@ class Pace:
         earlier.block_until_ready()
         now = time.perf_counter()
         if self._unit and self._unit[0] == programs and now - began > WAITED:
-            took = min(now - self._unit[1], 2 * owner.unit_seconds)  # a pause is no unit
-            more = took - owner.unit_seconds
-            owner.unit_seconds += more / (2 if more > 0 else 4)  # rather too long than too short: streams wait for what is late
+            owner.unit_seconds += (now - self._unit[1] - owner.unit_seconds) / 2
         self._unit = (programs, now) if now - began > WAITED else None
+
+    def owed(self) -> bool:
+        """Whether the next launch waits for a unit behind a decode program whose tokens nobody has read: streams wait for those."""
+        return len(self._ahead) >= AHEAD and self._ahead[0][2] > self._programs_sent - len(self._flying)
 
     def sent(self, rows: int, steps: int) -> None:
         """A decode program was launched."""

@@ -61,6 +61,24 @@ def test_a_step_between_units_is_not_counted_as_one(card: Card) -> None:
     assert prompt.unit_seconds == pytest.approx(0.009) and known.steps[1] == 0.004
 
 
+def test_tokens_are_read_before_a_unit_behind_them_is_waited_for(card: Card) -> None:
+    known, prompt, late = Pace({64: 0.005}, {1: 0.007}), request(), []
+    done = card.run(0.007)
+    known.sent(1, 1)
+    for _ in range(30):  # three units between two steps: one more than may be under way
+        for _ in range(3):
+            unit = card.run(0.005)
+            while known.owed():
+                done.block_until_ready()
+                late.append(card.now - done.at)
+                known.read()
+            known.launched(unit, prompt, 64)
+        assert not known._flying
+        done = card.run(0.007)
+        known.sent(1, 1)
+    assert len(late) == 30 and max(late) < 1e-9
+
+
 def test_results_that_were_there_already_teach_nothing(card: Card) -> None:
     known, prompt = Pace({64: 0.003}, {1: 0.004}), request()
     for _ in range(20):
