@@ -104,7 +104,7 @@ class Run:
     def answer(self, context: Array) -> Answer:
         model, states = self.model, tuple(self.stored)
         if states and self.method.passes:
-            for i in range(int(self.method.passes.number(self.length))):
+            for i in range(int(self.method.passes.number(np.asarray(context), self.length))):
                 states = self.again(states, *self.method.passes.input(i, context, self.length))
         if states:
             rows = [_rows(record, self.length, 0, self.length) for _, record in self.layers]

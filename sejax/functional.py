@@ -179,7 +179,7 @@ def _replayed(
             after.append(state)
         return tuple(after)
 
-    return lax.fori_loop(0, jnp.where(start == 0, passes.number(count), 0), again, states)
+    return lax.fori_loop(0, jnp.where(start == 0, passes.number(tokens, count), 0), again, states)
 
 
 def _layer_major(

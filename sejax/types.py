@@ -133,12 +133,12 @@ class Passes(NamedTuple):
     """What is run through the model once more when a session's first prompt is stored, before its layers are sealed.
 
     width(longest) -> tokens of a padded input, static, where prompts have at most `longest` tokens;
-    number(length) -> how many inputs a prompt of this length has (a plain or traced whole number; below 0: none);
+    number(tokens i32[T], length) -> how many inputs a prompt has (tokens of numpy: on the host; below 0: none);
     input(index, tokens i32[T], length) -> (ids i32[width(T)], how many of them are real, carry: data for the `replay` hooks).
     """
 
     width: Callable[[int], int]
-    number: Callable[[Any], Any]
+    number: Callable[[Any, Any], Any]
     input: Callable[[Any, Array, Any], tuple[Array, Array, Any]]
 
 

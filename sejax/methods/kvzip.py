@@ -79,7 +79,7 @@ def calibrate(
     check(bool(long), f"texts has no piece longer than the {sinks} sinks; give longer texts")
     best: list[np.ndarray] = []
     for text in long:
-        for index in range(made.number(len(text))):
+        for index in range(made.number(text, len(text))):
             again, count, (first, size) = jax.device_get(made.input(index, jnp.asarray(text), len(text)))
             part, found = slice(sinks, sinks + min(chunk, len(text))), []
             row = np.arange(part.stop) - sinks  # those below 0 are the sinks
@@ -195,11 +195,9 @@ class Zip(Packed):
         if self.rule.scores is None:
             return super().unscored(pos)
         check(not isinstance(self.rule.scores, str), f"scores={self.rule.scores} belongs to a model; use method.fitted(model)")
-        layers, heads = self.spec.layers, self.spec.heads
-        given = len(self.rule.scores)
-        check(
-            given == layers * heads, f"scores has {given} numbers: a model of {layers} layers and {heads} kv heads needs {layers * heads}"
-        )
+        layers, heads, given = self.spec.layers, self.spec.heads, len(self.rule.scores)
+        needs = f"a model of {layers} layers and {heads} kv heads needs {layers * heads}"
+        check(given == layers * heads, f"scores has {given} numbers: {needs}")
         mine = np.asarray(self.rule.scores, np.float32).reshape(layers, heads)[self.spec.index]
         return jnp.where(pos >= self.rule.sinks, jnp.asarray(mine), jnp.inf)
 
@@ -249,14 +247,31 @@ class Zip(Packed):
         keys = jnp.concatenate([old, jnp.swapaxes(qkv.k, 1, 2).astype(old.dtype)], axis=2)
         found = probability(qkv.q, keys, slice(sinks, sinks + len(row)), real, rows.count)
         asked = (row < size[:, None]) & (rows.count > 0)[:, None]
-        where = jnp.where(asked, first[:, None] + row, -1)[..., None]
-        where = jnp.broadcast_to(where, (*asked.shape, self.spec.heads))
+        where = jnp.broadcast_to(jnp.where(asked, first[:, None] + row, -1)[..., None], (*asked.shape, self.spec.heads))
         score = kernel.put(state.pages["score"], placed.table, where, jnp.swapaxes(found, 1, 2))
         return State(state.pages | {"score": score}, state.rows), carry
 
 
-def passes(sinks: int, chunk: int, tail: int, wording: tuple[tuple[int, ...], ...]) -> Passes:
-    """Replays of the tokens behind the sinks, `chunk` at a time: [instruction, last tokens of the chunk before, postfix, chunk]."""
+def context_of(tokens: Any, length: Any, sinks: int, turn: tuple[int, ...], ending: int) -> tuple[Any, Any]:
+    """First and end of what may be dropped of a prompt i32[T]: between its first user turn's header `turn` and its last user turn.
+
+    A prompt of one user turn is all context but its `ending` tokens, which ask for the answer; one of none, all behind the sinks.
+    """
+    starts = tokens.shape[0] - len(turn) + 1
+    if not turn or starts < 1:
+        return sinks, length
+    xp = np if isinstance(tokens, np.ndarray) else jnp  # on the host nothing is compiled
+    at = xp.arange(starts, dtype=np.int32)
+    found = at + len(turn) <= length
+    for i, id in enumerate(turn):
+        found &= tokens[i : i + starts] == id
+    first, last = xp.min(xp.where(found, at + len(turn), starts + len(turn))), xp.max(xp.where(found, at, -1))
+    stop = xp.where(last < first, length - ending, last)  # the last one is the first
+    return xp.where(last < 0, sinks, xp.maximum(first, sinks)), xp.where(last < 0, length, stop)
+
+
+def passes(sinks: int, chunk: int, tail: int, wording: tuple[tuple[int, ...], ...], turn: tuple[int, ...] = ()) -> Passes:
+    """Replays of a prompt's context, `chunk` tokens at a time: [instruction, last tokens of the chunk before, postfix, chunk]."""
     first, later, end = wording
     tail = min(tail, chunk)
     heads = ([*first, *end], [*later, *[-1] * tail, *end])
@@ -264,13 +279,15 @@ def passes(sinks: int, chunk: int, tail: int, wording: tuple[tuple[int, ...], ..
     before = np.asarray([[*head, *[-1] * (longest - len(head))] for head in heads], np.int32).reshape(2, longest)
     sizes = np.asarray([len(head) for head in heads], np.int32)
 
-    def number(length: Any) -> Any:
-        return (length - sinks + chunk - 1) // chunk
+    def number(tokens: Any, length: Any) -> Any:
+        begin, stop = context_of(tokens, length, sinks, turn, len(end))
+        return (stop - begin + chunk - 1) // chunk
 
     def made(index: Any, tokens: Array, length: Any) -> tuple[Array, Array, Any]:
         kind = jnp.minimum(index, 1)
-        begin = sinks + index * chunk
-        size, head = jnp.clip(length - begin, 0, chunk), jnp.asarray(sizes)[kind]
+        begin, stop = context_of(tokens, length, sinks, turn, len(end))
+        begin += index * chunk
+        size, head = jnp.clip(stop - begin, 0, chunk), jnp.asarray(sizes)[kind]
         at = jnp.arange(longest + min(chunk, tokens.shape[0]), dtype=jnp.int32)
         given = jnp.pad(jnp.asarray(before)[kind], (0, len(at) - longest), constant_values=-1)
         source = jnp.where(at < head, begin - tail + at - len(later), begin + at - head)
@@ -293,11 +310,22 @@ def split(ids: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
 def wording(tokenizer: Any) -> tuple[int, ...]:
     """The instructions and the template's turn from user to assistant, as instruction_ids."""
     check(tokenizer is not None, "kvzip asks the model to repeat its prompt, but it has no tokenizer: give instruction_ids=(id,id,...)")
-    mark, end = "REPEAT-HERE", "\n"
-    if tokenizer.chat_template is not None:
-        end = tokenizer.render([{"role": "user", "content": mark}]).rpartition(mark)[2]
+    mark, told = "REPEAT-HERE", tokenizer.chat_template is not None
+    end = tokenizer.render([{"role": "user", "content": mark}]).rpartition(mark)[2] if told else "\n"
     first, later, end = (tokenizer.encode(text) for text in (FIRST, NEXT, end))
     return (*first, -1, *later, -1, *end)
+
+
+@functools.lru_cache(maxsize=8)
+def header(tokenizer: Any) -> tuple[int, ...]:
+    """Ids with which the chat template begins a user turn, but for white space: that may merge with what is said. () without one."""
+    if tokenizer is None or tokenizer.chat_template is None:
+        return ()
+    says = [{"role": role, "content": mark} for role, mark in (("user", "ONE-HERE"), ("assistant", "TWO-HERE"), ("user", "THREE-HERE"))]
+    alone = tokenizer.render(says[:1]).partition("ONE-HERE")[0]
+    among = tokenizer.render(says).partition("TWO-HERE")[2].partition("THREE-HERE")[0]
+    same = zip(reversed(tokenizer.encode(alone.rstrip())), reversed(tokenizer.encode(among.rstrip())))
+    return tuple(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], same))[::-1]
 
 
 def kvzip(
@@ -307,6 +335,7 @@ def kvzip(
     chunk: int = 2000,
     tail: int = 8,
     instruction_ids: tuple[int, ...] | None = None,
+    turn_ids: tuple[int, ...] | None = None,
     scores: tuple[float, ...] | str | None = None,
     rule: Literal["official", "kvpress"] = "official",
     page: int = 16,
@@ -319,10 +348,11 @@ def kvzip(
 
     Family: eviction
     Paper: Kim et al. 2025, arXiv 2505.23416.
-    Differs: softmax in fp32. Protected are the first `sinks` tokens, in the server too: it does not tell template, system message
-        and last user turn apart. Only the first prompt is compressed: what later turns add stays. Cost: each prompt token is run
-        once more, in units of `chunk` tokens a layer, about the prefill's own time. Pages are dealt by head, so that a layer needs what its
-        heads keep in the mean; all layers share one table, so the layer that keeps most decides how many pages are given back.
+    Differs: softmax in fp32. Protected are the first `sinks` tokens and, where turns can be told apart (turn_ids), what stands before
+        the first user turn and from the last one on; of a single user turn only the end that asks for the answer. Only the first prompt
+        is compressed: what later turns add stays. Cost: each prompt token is run once more, in units of `chunk` tokens a layer, about
+        the prefill's own time. Pages are dealt by head, so that a layer needs what its heads keep in the mean; all layers share one
+        table, so the layer that keeps most decides how many pages are given back.
         Scores stay beside their rows (page leaf "score"), for pruning.
     Keeps: after the first prompt the sinks and int(ratio N) - 1 of its N other pairs (ties at the threshold are dropped); every
         later token.
@@ -334,8 +364,8 @@ def kvzip(
         sinks: first tokens, never dropped.
         chunk: context tokens a replay repeats.
         tail: last tokens of the chunk before, with which an instruction says where to begin.
-        instruction_ids: token ids instead of the wording: for the first chunk, for later ones, and what stands between
-            instruction and chunk, parted by -1 (default: English, and the model's chat template).
+        instruction_ids: ids of the wording for the first chunk, for later ones, and of what follows it, parted by -1 (default: English).
+        turn_ids: token ids with which a user turn begins (default: the chat template's, where it also words the instruction).
         scores: for mode "head": a file made by `sejax calibrate kvzip`, or the numbers, layer by layer.
         rule: "official", or "kvpress": exactly int((1 - ratio) N) pairs are dropped, sinks counted in N, ties by order.
         page: tokens a page of the pool.
@@ -350,7 +380,7 @@ def kvzip(
         check(min(scores, default=-1) >= 0, "scores must be numbers >= 0, one for each layer and kv head")
         scores = Scores(scores)
     arguments: dict[str, Any] = dict(ratio=ratio, mode=mode, sinks=sinks, chunk=chunk, tail=tail, instruction_ids=instruction_ids)
-    arguments |= dict(scores=scores, rule=rule, page=page)
+    arguments |= dict(turn_ids=turn_ids, scores=scores, rule=rule, page=page)
     told = Rule(ratio, mode, sinks, chunk, scores, rule)
     replays = ratio < 1 and mode != "head"
 
@@ -359,10 +389,12 @@ def kvzip(
 
     def fit(model: Any) -> Method:
         found: dict[str, Any] = {"scores": read_scores(scores, model.config.digest)} if isinstance(scores, str) else {}
-        return kvzip(**arguments | (found or {"instruction_ids": wording(model.tokenizer)}))
+        if not found:
+            found |= {"instruction_ids": wording(model.tokenizer), "turn_ids": header(model.tokenizer) if turn_ids is None else turn_ids}
+        return kvzip(**arguments | found)
 
     shared = functools.partial(joined, told, page) if ratio < 1 and mode != "pair-uniform" else None
-    again = passes(sinks, chunk, tail, split(instruction_ids)) if replays and instruction_ids is not None else None
+    again = passes(sinks, chunk, tail, split(instruction_ids), turn_ids or ()) if replays and instruction_ids is not None else None
     later = fit if isinstance(scores, str) or (replays and instruction_ids is None) else None
     kind = lambda spec, storage, keeps, reads: Zip(spec, storage, keeps, reads, told)  # noqa: E731
     return composed("kvzip", arguments, raw(page), retention, None, LOCAL_SETS, kind, in_place=True, joint=shared, passes=again, fit=later)

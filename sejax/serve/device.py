@@ -103,7 +103,7 @@ class Device:
         passes = self.method.passes
         assert passes
         padded = np.pad(tokens, (0, self.sizes.max_len - len(tokens)))
-        for index in range(passes.number(len(tokens))):
+        for index in range(passes.number(padded, len(tokens))):
             ids, count, carry = self.programs("pass", np.int32(index), padded, np.int32(len(tokens)))
             job, x = (
                 _job(slot, slot, len(tokens), 0, False)._replace(count=count),

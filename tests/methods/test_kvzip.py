@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import sejax
 from sejax import functional, methods
 from sejax.methods import kvzip as factory
-from sejax.methods.kvzip import passes, probability, split
+from sejax.methods.kvzip import context_of, passes, probability, split
 from sejax.types import Qkv, Rows
 from tests.methods.handmade import QUICK, spec_of, vectors
 from tests.models.tiny import tiny_model
@@ -197,14 +197,18 @@ def test_random_conversations_equal_the_oracle():
             (0.3, 0, 5, "(5,6,-1,7,-1,8)"),
             (0.6, 1, 2000, "(9)"),
             (1, 4, 7, "(9)"),
+            (0.4, 1, 5, "(5,6,-1,7,-1,8),turn_ids=(3,4)"),
         )
     ]
 
     @settings(max_examples=200, deadline=None, derandomize=True)
     @given(st.integers(0, 2**32 - 1), st.integers(1, LONGEST - 8), st.integers(1, 8), st.sampled_from(specs))
     def check(seed, first, second, spec):
-        (take, step, cache), words = programs(spec), np.random.default_rng(seed).integers(0, 101, first + second + 1).tolist()
+        rng = np.random.default_rng(seed)
+        (take, step, cache), words = programs(spec), rng.integers(0, 101, first + second + 1).tolist()
         arguments = dict(sejax.method(spec).arguments)
+        for at in rng.integers(0, first, rng.integers(0, 4)) if arguments["turn_ids"] else ():
+            words[at : at + 2] = [3, 4][: len(words) - at]
         oracle = Transformer(MODEL.params, MODEL.config, [Oracle(i, LAYERS, HEADS, **arguments) for i in range(LAYERS)])
         for kind, ids in (("prompt", words[:first]), ("decode", words[first : first + 1]), ("prompt", words[first + 1 :])):
             logits, cache = take(cache, ids) if kind == "prompt" else step(cache, ids[0])
@@ -265,12 +269,30 @@ def test_inputs_of_the_passes():
         tokens = list(range(20, 20 + LONGEST))
         made = maker(*sizes, ids)
         expected = inputs(tokens[:length], *sizes, 3, ids)
-        assert max(0, made.number(length)) == len(expected)
+        assert max(0, made.number(np.asarray(tokens), length)) == len(expected)
         for index, (wanted, low, high) in enumerate(expected):
             found, count, (first, size) = jax.device_get(made.input(index, jnp.asarray(tokens), jnp.int32(length)))
             assert found[:count].tolist() == wanted and [first, first + size] == [low, high] and len(found) == made.width(LONGEST)
 
     check()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        ([9, 9, 9, 9, 9, 9], (2, 6)),  # no user turn: all behind the sinks
+        ([9, 9, 9, 3, 4, 9, 9, 9], (5, 7)),  # one: it is the context, but for what asks for the answer
+        ([3, 4, 9, 9, 9, 3, 4, 9], (2, 5)),  # from the first to the last
+        ([9, 3, 4, 9, 3, 4, 9, 3, 4, 9, 0, 0], (3, 7)),
+        ([9, 9, 3, 4, 3, 4, 9], (4, 4)),  # nothing between
+        ([3], (2, 1)),
+    ],
+)
+def test_what_stands_between_the_first_and_the_last_user_turn_is_context(tokens, expected):
+    length = len(tokens) - tokens.count(0)  # 0: padding
+    assert tuple(int(x) for x in context_of(np.asarray(tokens), length, 2, (3, 4), 1)) == expected
+    assert tuple(int(x) for x in context_of(jnp.asarray(tokens), jnp.int32(length), 2, (3, 4), 1)) == expected
+    assert context_of(np.asarray(tokens), length, 2, (), 1) == (2, length)
 
 
 @functools.cache
@@ -285,6 +307,7 @@ def test_the_wording_comes_from_the_tokenizer_and_its_template():
     first, later, end = split(dict(method.arguments)["instruction_ids"])
     assert "Write the whole text" in tokenizer.decode(first) and "from the place" in tokenizer.decode(later)
     assert tokenizer.decode(end) == "<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(dict(method.arguments)["turn_ids"]) == "<|im_start|>user"
     assert method.passes and method == method.fitted(MODEL) and factory(ratio=1).fitted(MODEL) == factory(ratio=1)
     both = sejax.method("kvzip + quest").fitted(MODEL.replace(tokenizer=tokenizer))
     assert both.passes and both.joint and both.order == "chunk" and both.growing

@@ -15,16 +15,32 @@ def chunk_scores(q: np.ndarray, system: np.ndarray, context: np.ndarray, own: np
     return found
 
 
-def inputs(tokens: list[int], sinks: int, chunk: int, tail: int, ids: tuple[int, ...]) -> list[tuple[list[int], int, int]]:
-    """Replays of tokens: (ids, first context position, one behind the last)."""
+def worded(ids: tuple[int, ...]) -> tuple[list[int], list[int], list[int]]:
+    """First instruction, later instruction, postfix."""
     parts: list[list[int]] = [[]]
     for i in ids:
         parts = [*parts, []] if i == -1 else [*parts[:-1], [*parts[-1], i]]
-    first, later, end = parts[0], parts[min(1, len(parts) - 1)], parts[2] if len(parts) > 2 else []
+    return parts[0], parts[min(1, len(parts) - 1)], parts[2] if len(parts) > 2 else []
+
+
+def span(tokens: list[int], sinks: int, ids: tuple[int, ...], turn: tuple[int, ...] | None) -> tuple[int, int]:
+    """First context token and one behind the last."""
+    at = [i for i in range(len(tokens)) if turn and tuple(tokens[i : i + len(turn)]) == tuple(turn)]
+    if not at or not turn:
+        return sinks, len(tokens)
+    return max(sinks, at[0] + len(turn)), at[-1] if len(at) > 1 else len(tokens) - len(worded(ids)[2])
+
+
+def inputs(
+    tokens: list[int], sinks: int, chunk: int, tail: int, ids: tuple[int, ...], turn: tuple[int, ...] | None = None
+) -> list[tuple[list[int], int, int]]:
+    """Replays of tokens: (ids, first context position, one behind the last)."""
+    first, later, end = worded(ids)
+    begin, stop = span(tokens, sinks, ids, turn)
     found = []
-    for low in range(sinks, len(tokens), chunk):
-        high = min(low + chunk, len(tokens))
-        head = first if low == sinks else [*later, *tokens[max(low - tail, low - chunk) : low]]
+    for low in range(begin, stop, chunk):
+        high = min(low + chunk, stop)
+        head = first if low == begin else [*later, *tokens[max(low - tail, low - chunk) : low]]
         found.append(([*head, *end, *tokens[low:high]], low, high))
     return found
 
@@ -52,21 +68,24 @@ def uniform_mask(scores: np.ndarray, ratio: float) -> np.ndarray:
 class Oracle(Layer):
     def finish(self, layers: list[Layer], tokens: list[int], x: np.ndarray, prompt: bool) -> None:
         """Once, after the first prompt's last layer."""
-        length, first = len(tokens), min(self.sinks, len(tokens))
-        if not prompt or self is not layers[-1] or len(self.k) > length or self.ratio >= 1 or first == length:
+        length, sinks = len(tokens), min(self.sinks, len(tokens))
+        if not prompt or self is not layers[-1] or len(self.k) > length or self.ratio >= 1:
             return
-        scores = np.zeros((len(layers), self.heads, length - first))
+        first, stop = (sinks, length) if self.mode == "head" else span(tokens, sinks, self.instruction_ids, self.turn_ids)
+        if first >= stop:
+            return
+        scores = np.zeros((len(layers), self.heads, stop - first))
         if self.mode == "head":
             scores += np.asarray(self.scores).reshape(len(layers), self.heads, 1)
         else:
-            for ids, low, high in inputs(tokens, first, self.chunk, self.tail, self.instruction_ids):
+            for ids, low, high in inputs(tokens, sinks, self.chunk, self.tail, self.instruction_ids, self.turn_ids):
                 pos, part = length + np.arange(len(ids)), scores[:, :, low - first : high - first]
                 self.model.forward(ids, pos, lambda layer, new, low=low, high=high, part=part: layer.replay(new, low, high, part))
         self.scores_seen = scores
         uniform = self.mode == "pair-uniform"
-        stays = uniform_mask(scores, self.ratio) if uniform else pair_mask(scores, self.ratio, self.rule, first)
+        stays = uniform_mask(scores, self.ratio) if uniform else pair_mask(scores, self.ratio, self.rule, first + length - stop)
         for layer, mask in zip(layers, stays, strict=True):
-            layer.kept = [[*range(first), *(first + np.flatnonzero(head)).tolist()] for head in mask]
+            layer.kept = [[*range(first), *(first + np.flatnonzero(head)).tolist(), *range(stop, length)] for head in mask]
 
     def replay(self, new: New, low: int, high: int, scores: np.ndarray) -> np.ndarray:
         """Attention of a replay over all that is held and itself, fills scores [L,H,chunk] of this layer."""

@@ -15,7 +15,7 @@ from sejax.serve.engine import Engine, collect
 from sejax.serve.request import Sampling
 from tests.serve.test_engine import MODEL, RNG, accounted, ask, greedy, settled
 
-SPEC = "kvzip:ratio=0.2,sinks=2,chunk=24,tail=3,instruction_ids=(5,6,-1,7,-1,8),page=4"
+SPEC = "kvzip:ratio=0.2,sinks=2,chunk=24,tail=3,instruction_ids=(5,6,-1,7,-1,8),turn_ids=(200,201),page=4"
 LONG = RNG.integers(0, 256, 60).tolist()
 ANSWER = Sampling(max_tokens=6, ignore_eos=True)
 
@@ -42,7 +42,8 @@ def test_two_turns_beside_each_other_equal_the_functional_api(engine: Engine) ->
             seen.append(event)
 
     monitoring.register_event_duration_secs_listener(listen)
-    prompts = [LONG, LONG[:9], [3]]
+    turns = [9, 200, 201, *LONG[:20], 200, 201, *LONG[20:30]]
+    prompts = [LONG, LONG[:9], [3], turns]
     first = engine.generate(prompts, ANSWER)
     again = engine.generate([p + list(r.ids) + tail for p, r in zip(prompts, first, strict=True)], ANSWER)
     monitoring.unregister_event_duration_listener(listen)
@@ -50,6 +51,8 @@ def test_two_turns_beside_each_other_equal_the_functional_api(engine: Engine) ->
     for prompt, one, two in zip(prompts, first, again, strict=True):
         assert [list(one.ids), list(two.ids)] == greedy(engine.method, [(prompt, 6), (tail, 6)])
         assert two.usage.cached == len(prompt) + 5
+    kept = first[-1].usage.kept - 5
+    assert 15 < kept < 15 + 20 * 0.3  # what stands outside the two turns, and a fifth of what stands between
     assert settled(engine)
     accounted(engine)
 
