@@ -30,8 +30,6 @@ GOLDEN = pathlib.Path(__file__).parents[1] / "tests/golden/kvpress"
 SHORT = (("needle", 640, 0), ("pairs", 640, 0))
 MIDDLE = tuple((("needle", "pairs")[seed % 2], length, seed) for length, count in ((1024, 16), (2048, 4)) for seed in range(count))
 LONG = (("needle", 8192, 0), ("pairs", 8192, 0))
-REPLAYED = (*SHORT, *MIDDLE[:4], LONG[0])
-"""Texts under the method that lets the model repeat its context, too: a replay costs more than all else. The long one takes several."""
 SPECS = {
     "full": "full",
     "snapkv": "snapkv:budget={n},window=64,kernel=5,pooling=avg,slack=64",
@@ -191,8 +189,8 @@ def export(folder: pathlib.Path) -> None:
     (folder / "tokenizer.json").write_text(tokenizer._backend.to_str())
     settings = dict(tokenizer_class="PreTrainedTokenizerFast", chat_template=tokenizer.chat_template, model_max_length=config.max_position)
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    texts = [(case(tokenizer, *key), key in REPLAYED) for key in (*SHORT, *MIDDLE, *LONG)]
-    written = [dict(name=t.name, context=t.context, tail=t.tail, replays=replays) for t, replays in texts]
+    texts = [case(tokenizer, *key) for key in (*SHORT, *MIDDLE, *LONG)]
+    written = [dict(name=t.name, context=t.context, tail=t.tail) for t in texts]
     (folder / "texts.json").write_text(json.dumps(written))
 
 

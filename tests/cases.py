@@ -90,7 +90,11 @@ CASES = (
         variant=True,
     ),
     Case("kvzip:ratio=0.4,sinks=2,chunk=8,tail=3,instruction_ids=(5,6,-1,7,-1,8),page=4", "kvzip:ratio=1,page=4"),
-    Case("kvzip:ratio=0.3,mode=pair-uniform,sinks=1,chunk=5,instruction_ids=(9),turn_ids=(27),page=2", "kvzip:ratio=1,mode=pair-uniform", variant=True),
+    Case(
+        "kvzip:ratio=0.3,mode=pair-uniform,sinks=1,chunk=5,instruction_ids=(9),turn_ids=(27),page=2",
+        "kvzip:ratio=1,mode=pair-uniform",
+        variant=True,
+    ),
     Case("kvzip:ratio=0.6,mode=head,scores=(0.9,0.3,0.5,0.7),page=4", "kvzip:ratio=1,mode=head,scores=(1,1,1,1)", variant=True),
     Case("kvzip:ratio=0.5,rule=kvpress,chunk=7,tail=2,instruction_ids=(5,6,-1,7),page=4", "kvzip:ratio=1,rule=kvpress", variant=True),
     Case(

@@ -230,10 +230,10 @@ def check(model, variants, text, store):
 
 def record(model, tokenizer, text, full, checked):
     context, tail = text["context"], text["tail"]
-    variants = [Variant(m, len(context) // part, len(context)) for m in PRESSES for part in PARTS if m != "kvzip" or text["replays"]]
+    variants = [Variant(m, len(context) // part, len(context)) for m in PRESSES for part in PARTS]
     zips = [v for v in variants if v.method == "kvzip"]
     store = collect(model, context, [v for v in variants if v not in zips])
-    extra = replay(model, tokenizer, context, store, zips) if zips else {}
+    extra = replay(model, tokenizer, context, store, zips)
     logits = []
     for first in range(0, len(variants), 8):
         some = variants[first : first + 8]
