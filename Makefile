@@ -14,9 +14,6 @@ PYTHON ?= $(shell $(find_python))
 KEY := $(shell { cat pyproject.toml constraints.txt; echo "$(PYTHON) $(CURDIR)"; } | cksum | cut -d' ' -f1)
 STAMP := $(VENV)/made-$(KEY)
 
-# A test mostly traces, on one core: two processes, each a file at a time.
-TWO := -n 2 --dist loadfile
-
 .PHONY: help venv demo test slow gpu lint format clean
 
 help: ## this list
@@ -36,10 +33,10 @@ demo: $(STAMP) ## a conversation with a real model under several methods, in min
 	@$(BIN)/python bench/demo.py
 
 test: $(STAMP) ## the default tests
-	@$(BIN)/python -m pytest $(TWO)
+	@$(BIN)/python -m pytest
 
 slow: $(STAMP) ## the tests left out of the default run
-	@$(BIN)/python -m pytest -m 'slow and not gpu' --timeout 1500 $(TWO)
+	@$(BIN)/python -m pytest -m 'slow and not gpu' --timeout 1500
 
 gpu: ## on an accelerator, with the python of PATH (cuda and test extras installed): its own tests, the laws, the demo model
 	@python -m pytest -m gpu

@@ -7,6 +7,7 @@ they refuse arguments of any other shape or type instead of compiling again.
 import concurrent.futures
 import functools
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ import pytest
 
 from sejax import functional, methods
 from sejax.functional import Cache
-from tests.cases import CASES
+from tests.cases import CASES, Case
 from tests.models.tiny import tiny_model
 from tests.oracles.transformer import Layer, Transformer
 
@@ -191,10 +192,10 @@ def close(a: np.ndarray, b: np.ndarray, tolerance: float = 1e-4) -> bool:
     return bool(np.abs(a - b).max() <= tolerance * max(1.0, np.abs(b).max()))
 
 
-def each() -> pytest.MarkDecorator:
-    """Parametrize a law by the cases; a method's variants are slow tests.
+def each(cases: Sequence[Case] = CASES) -> pytest.MarkDecorator:
+    """Parametrize a law by the cases it is for; a method's variants are slow tests.
 
     Tests are grouped by case, whatever file they are in: its programs are compiled once, and let go before they are too many.
     """
-    params = [pytest.param(case, id=case.spec.replace(":", "-"), marks=[pytest.mark.slow] if case.variant else []) for case in CASES]
+    params = [pytest.param(case, id=case.spec.replace(":", "-"), marks=[pytest.mark.slow] if case.variant else []) for case in cases]
     return pytest.mark.parametrize("case", params, scope="session")

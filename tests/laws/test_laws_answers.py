@@ -2,7 +2,6 @@
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from tests.cases import CASES
 from tests.laws.conversation import (
@@ -69,10 +68,8 @@ def test_law_8_rows_fit_and_nothing_is_dropped_silently(case):
             assert all(len(h) <= rows and len({*h}) == len(h) and max(h, default=0) < length for h in layer)
 
 
-@cases
-def test_law_9_chunk_size_changes_nothing(case):
-    if case.chunked:
-        pytest.skip("this method compacts between chunks")
+@each([case for case in CASES if not case.chunked])
+def test_law_9_chunk_size_changes_nothing_where_none_compacts_between_chunks(case):
     p, held = programs(case.spec), []
     p.prepare(("prefill", ODD), ("decode", 1))
     logits, _ = p.run(p.cache(), 1, turns(), chunk=ODD, after=lambda cache: held.append(kept(cache, 1)))
