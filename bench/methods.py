@@ -50,7 +50,7 @@ PAGE = RESULTS.parents[1] / "docs/performance.md"
 
 
 def held(most: int | float | None, context: int, record: LayerMethod) -> int:
-    """Rows that a layer holds after a prompt of `context` tokens; a negative `most`: its run without that many."""
+    """Rows that a layer holds after a prompt of `context` tokens; `most` a float: their share; negative: its run without that many."""
     if isinstance(most, float):
         return int(most * context)
     return min(context, context if most is None else most if most > 0 else record.run(context) + most)

@@ -352,10 +352,8 @@ def kvzip(
         the first user turn and from the last one on; of a single user turn only the end that asks for the answer. Only the first prompt
         is compressed: what later turns add stays. Cost: each prompt token is run once more, in units of `chunk` tokens a layer, about
         the prefill's own time. Pages are dealt by head, so that a layer needs what its heads keep in the mean; all layers share one
-        table, so the layer that keeps most decides how many pages are given back.
-        Scores stay beside their rows (page leaf "score"), for pruning.
-    Keeps: after the first prompt the sinks and int(ratio N) - 1 of its N other pairs (ties at the threshold are dropped); every
-        later token.
+        table, so the layer that keeps most decides how many pages are given back. Scores stay beside their rows, for pruning.
+    Keeps: what is protected, and int(ratio N) - 1 of the first prompt's N other pairs (ties at the threshold drop); all later tokens.
 
     Args:
         ratio: fraction kept of the pairs that are not protected; 1 or more keeps all and replays nothing.
@@ -375,6 +373,8 @@ def kvzip(
     check(rule in ("official", "kvpress"), f'rule={rule!r} must be "official" or "kvpress"')
     check(rule == "official" or mode == "pair", f'rule="kvpress" is a rule over pairs; leave it out, or mode={mode!r}')
     check(sinks >= 0 and chunk >= 1 and tail >= 0, f"sinks={sinks} and tail={tail} must be >= 0, and chunk={chunk} at least 1")
+    turns = f'turn_ids={turn_ids} must be ids >= 0, of replayed prompts; leave it out for the template\'s, or with mode="head"'
+    check(turn_ids is None or (mode != "head" and min(turn_ids, default=0) >= 0), turns)
     check((scores is not None) == (mode == "head"), f"mode={mode!r} with scores={scores}: scores go with mode=head, and it needs them")
     if scores is not None and not isinstance(scores, str):
         check(min(scores, default=-1) >= 0, "scores must be numbers >= 0, one for each layer and kv head")

@@ -60,12 +60,9 @@ def _hlo(leaf):
 
 @cases
 def test_law_3_decode_needs_the_same_temporary_memory_for_any_pool(case):
-    p, needed = programs(case.spec), []
-    for slots in (SLOTS, 3 * SLOTS, 5 * SLOTS):
-        needed.append(p.program("decode", 1, slots).memory_analysis().temp_size_in_bytes)
-        if any(needed[-1] <= fewer + 1024 for fewer in needed[:-1]):
-            return  # what depends on the pool makes each larger one need more; how tightly buffers pack goes up and down
-    raise AssertionError(f"bytes at {SLOTS}, {3 * SLOTS}, {5 * SLOTS} slots: {needed}")
+    p = programs(case.spec)
+    small, large = (p.program("decode", 1, slots).memory_analysis().temp_size_in_bytes for slots in (SLOTS, 3 * SLOTS))
+    assert large <= small + 1024, f"{small} bytes at {SLOTS} slots, {large} at {3 * SLOTS}"
 
 
 @cases

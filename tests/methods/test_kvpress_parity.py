@@ -39,7 +39,7 @@ def test_nothing_dropped(short):
 
 @pytest.mark.slow
 def test_replays_of_a_short_text(model):
-    """`python -m bench.parity` compares every text at every budget; that takes an hour."""
+    """`python -m bench.parity` compares every text at every budget; that takes hours."""
     [line] = parity.compare(model, case(model.tokenizer, *parity.SHORT[0]), ["kvzip"], [4])
     assert line.far == 0 and line.jaccard >= 0.999 and line.agree == line.total and line.found == line.expected
     assert line.near or line.worst <= 5e-3

@@ -321,6 +321,8 @@ def test_the_wording_comes_from_the_tokenizer_and_its_template():
         (dict(ratio=0), "ratio=0 must be above 0"),
         (dict(mode="pairs"), "mode='pairs' must be \"pair\""),
         (dict(mode="head"), "scores go with mode=head, and it needs them"),
+        (dict(turn_ids=(3, -1)), r"turn_ids=\(3, -1\) must be ids >= 0"),
+        (dict(mode="head", scores=(1, 1, 1, 1), turn_ids=(3,)), 'leave it out for the template\'s, or with mode="head"'),
         (dict(scores=(0.5,)), "scores go with mode=head"),
         (dict(mode="pair-uniform", rule="kvpress"), "a rule over pairs"),
         (dict(chunk=0), "chunk=0 at least 1"),
