@@ -158,16 +158,19 @@ class Layer:
             pages = pages | {"index": self.selection.rebuild(pages["index"], table, n, keys)}
         return State(pages, own | {"n": own["n"].at[rows.slot].set(n, mode="drop")})
 
-    def keys_of(self, keep: Array, *parts: Part) -> Array | None:
-        """Keys of the ranks that `keep` i32[R,H,B] names over the parts' rows, for the selection's index."""
+    def keys_of(self, keep: Array, pages: dict[str, Any], *parts: Part) -> tuple[Array | None, dict[str, Any]]:
+        """Keys of the ranks that `keep` i32[R,H,B] names over the parts' rows, for the selection's index; `pages`, to be rewritten now.
+
+        Without the barrier XLA may read the keys again where the index takes them, after the rewriting, and copy the pool for it.
+        """
         if not self.selection:
-            return None
-        old = self.storage.keys(parts[0].state.pages["kv"], parts[0].rows.table, keep)
-        if len(parts) == 1:
-            return old
-        before = parts[0].count[..., None]
-        new = self.storage.keys(parts[1].state.pages["kv"], parts[1].rows.table, keep - before)
-        return jnp.where((keep < before)[..., None], old, new.astype(old.dtype))
+            return None, pages
+        keys = self.storage.keys(parts[0].state.pages["kv"], parts[0].rows.table, keep)
+        if len(parts) == 2:
+            before = parts[0].count[..., None]
+            new = self.storage.keys(parts[1].state.pages["kv"], parts[1].rows.table, keep - before)
+            keys = jnp.where((keep < before)[..., None], keys, new.astype(keys.dtype))
+        return lax.optimization_barrier((keys, pages))
 
     def all_rows(self, rows: Rows) -> Array:
         """Physical row numbers of a run: i32[R,H,M*P]."""
@@ -184,8 +187,8 @@ class Layer:
         def truncate(state: State, rows: Rows) -> State:
             before = of_slot(state.rows["n"], rows)
             n = jnp.minimum(before, rows.start[:, None])
-            keys = self.keys_of(self.all_rows(rows), Part(state, rows, before))
-            return self.moved(state.pages, state.rows, rows, n, jnp.any(n < before, axis=-1), keys)
+            keys, pages = self.keys_of(self.all_rows(rows), state.pages, Part(state, rows, before))
+            return self.moved(pages, state.rows, rows, n, jnp.any(n < before, axis=-1), keys)
 
         prefill = Hooks(self.init, self.write, self.read_all)
         decode = prefill._replace(before_attention=self.read_picked) if self.selection else prefill
@@ -320,8 +323,9 @@ class Layer:
         def move(leaf: Array, fresh: Array) -> Array:
             return compact(leaf, old.table, before, keep, new.table, fresh, staged.table)
 
-        pages = state.pages | jax.tree.map(move, {k: state.pages[k] for k in stage.pages}, stage.pages)
-        return self.moved(pages, held, new, kept, moves, self.keys_of(keep, *parts))
+        keys, pages = self.keys_of(keep, state.pages, *parts)
+        pages = pages | jax.tree.map(move, {k: pages[k] for k in stage.pages}, stage.pages)
+        return self.moved(pages, held, new, kept, moves, keys)
 
     def trim(self, retention: Retention, state: State, rows: Rows, due: Array) -> State:
         """Seal in place while decoding: rows that are not due stay bit-equal."""
@@ -343,9 +347,10 @@ class Layer:
         changes = self.dealt(retention, own, quota, jnp.broadcast_to(due[:, None], n.shape))
         held = state.rows | {k: state.rows[k].at[rows.slot].set(x, mode="drop") for k, x in changes.items()}
         new = self.placed(own | changes, rows)
-        token = {k: v for k, v in state.pages.items() if k != "index"}
-        pages = state.pages | jax.tree.map(lambda leaf: compact(leaf, old.table, n, keep, new.table), token)
-        return self.moved(pages, held, new, kept, due, self.keys_of(keep, part))
+        keys, pages = self.keys_of(keep, state.pages, part)
+        token = {k: v for k, v in pages.items() if k != "index"}
+        pages = pages | jax.tree.map(lambda leaf: compact(leaf, old.table, n, keep, new.table), token)
+        return self.moved(pages, held, new, kept, due, keys)
 
 
 def owned(state: State, rows: Rows) -> dict[str, Any]:

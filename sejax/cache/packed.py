@@ -56,10 +56,11 @@ class Packed(Layer):
         kept = jnp.where(packs[:, None], jnp.sum(stays, axis=-1, dtype=jnp.int32), n)
         packed = jnp.where(packs[:, None], -(-kept // self.storage.page), own["packed"])
         new = self.placed(own | {"packed": packed}, rows)
-        tokens = {name: leaf for name, leaf in state.pages.items() if name != "index"}
-        pages = state.pages | jax.tree.map(lambda leaf: compact(leaf, old.table, n, keep, new.table), tokens)
+        keys, pages = self.keys_of(keep, state.pages, Part(state, old, n))
+        tokens = {name: leaf for name, leaf in pages.items() if name != "index"}
+        pages = pages | jax.tree.map(lambda leaf: compact(leaf, old.table, n, keep, new.table), tokens)
         held = state.rows | {"packed": state.rows["packed"].at[rows.slot].set(packed, mode="drop")}
-        return self.moved(pages, held, new, kept, packs, self.keys_of(keep, Part(state, old, n)))
+        return self.moved(pages, held, new, kept, packs, keys)
 
     def evicting(self, retention: Retention) -> LayerMethod:
         """Prefill in place; a run has a page more than max_len needs, because heads that keep different numbers begin pages apart."""

@@ -5,6 +5,8 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import jax
 import jax.monitoring
@@ -18,6 +20,7 @@ from tests.laws.conversation import (
     CHUNK,
     MAX_LEN,
     PRIMARY,
+    QUICK,
     SLOTS,
     copy,
     each,
@@ -62,7 +65,28 @@ def _hlo(leaf):
 def test_law_3_decode_needs_the_same_temporary_memory_for_any_pool(case):
     p = programs(case.spec)
     small, large = (p.program("decode", 1, slots).memory_analysis().temp_size_in_bytes for slots in (SLOTS, 3 * SLOTS))
-    assert large <= small + 1024, f"{small} bytes at {SLOTS} slots, {large} at {3 * SLOTS}"
+    if large > small + 1024:  # XLA may pack the same buffers with wider gaps (skipkv on a card: 4 KB): then it is the buffers that count
+        small, large = (sum(temporaries(p.lower("decode", 1, slots))) for slots in (SLOTS, 3 * SLOTS))
+    assert 0 < large <= small + 1024, f"{small} bytes at {SLOTS} slots, {large} at {3 * SLOTS}"
+
+
+def temporaries(lowered):
+    """Sizes in bytes of the buffers that a compiled program packs into its temporary memory, ascending."""
+    with tempfile.TemporaryDirectory() as place:
+        lowered.compile(QUICK | {"xla_dump_to": place, "xla_dump_hlo_as_text": True})
+        (said,) = Path(place).glob("*-buffer-assignment.txt")
+        allocations = re.split(r"^allocation \d+: ", said.read_text(), flags=re.MULTILINE)
+    packed = "".join(text for text in allocations if "preallocated-temp" in text.split("\n")[0])
+    return sorted(int(size) for size in re.findall(r"^ value: .*\(size=(\d+),offset=", packed, re.MULTILINE))
+
+
+def test_law_3_sees_the_buffers_that_a_program_packs():
+    def run(pool, size):
+        return jnp.sin(pool[:size]) @ pool[:size].T + jnp.sort(pool, axis=0).sum()  # the sort copies its pool
+
+    small, large = (temporaries(jax.jit(run, static_argnums=1).lower(jnp.ones((n, 64)), 64)) for n in (128, 384))
+    assert 128 * 64 * 4 in small and 384 * 64 * 4 in large and small != large
+    assert small == temporaries(jax.jit(run, static_argnums=1).lower(jnp.zeros((128, 64)), 64))
 
 
 @cases
