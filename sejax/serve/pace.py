@@ -12,7 +12,7 @@ from typing import Any
 from sejax.serve.sequence import Request
 
 PATIENCE = 0.010  # seconds of prefill between two decode steps, at least
-SHARE = 1.5  # and at least that many times what a step takes: where steps are slow, a prompt must not wait for a hundred of them
+SHARE = 1.4  # and at least that many times what a step takes: where steps are slow, a prompt must not wait for a hundred of them
 AHEAD = 2  # units that may be under way when the next is launched
 WAITED = 5e-5  # seconds: a shorter wait found the result there already, and its time is not known
 
