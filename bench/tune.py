@@ -1,6 +1,6 @@
 """Sweep a kernel's block sizes on the card and print the fastest: `python -m bench.tune [decode|scores|select|mass ...]`.
 
-Programs are compiled in threads, then timed one after another. What wins goes into `gpu_*.py` by hand.
+Programs are compiled in threads, then timed one after another. What wins goes into `sejax/kernels/tuned.py` by hand.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 from bench.kernels import decoding, full, looped, rotating, scores_given
 from bench.timing import read_bandwidth, seconds
-from sejax.kernels import gpu_attend, gpu_mass, gpu_pages, gpu_prefill
+from sejax.kernels import gpu_attend, gpu_mass, gpu_pages, gpu_prefill, tuned
 from sejax.kernels.shapes import DECODE, Listing
 
 Program = Callable[..., Any]
@@ -55,7 +55,7 @@ def decode(read: float) -> None:
         q, views = rotating(shape)
 
         def make(block: int, longest: int, warps: int, stages: int) -> Program:
-            tune = gpu_attend.Tuning(block, longest=longest, warps=warps, stages=stages)
+            tune = tuned.Attend(block, longest=longest, warps=warps, stages=stages)
             return decoding(functools.partial(gpu_attend.attend, tune=tune), 5)
 
         race(f"decode {name}", make, grid, (q, views), 40, 2 * shape.rows * shape.heads * shape.entries * shape.run * shape.size * 2 / read)
@@ -66,7 +66,7 @@ def scores(read: float) -> None:
         given = scores_given(rows, width, 6)
 
         def make(block: int, steps: int, stages: int, warps: int) -> Program:
-            return looped(functools.partial(gpu_pages.page_scores, block=block, steps=steps, warps=warps, stages=stages), LOOPS)
+            return looped(functools.partial(gpu_pages.page_scores, tune=tuned.Scores(block, steps, warps, stages)), LOOPS)
 
         grid = [(64, 4), (64, 8), (64, 16), (128, 2), (128, 4), (128, 8)]
         grid = [(*x, stages, warps) for x in grid for stages in (3, 5) for warps in (2, 4)]
@@ -92,7 +92,7 @@ def mass(read: float) -> None:
     real = jnp.ones(q.shape[:2], bool)
 
     def make(*tune: int) -> Program:
-        run = looped(functools.partial(gpu_mass.mass, tune=gpu_mass.Tuning(*tune)), 5)
+        run = looped(functools.partial(gpu_mass.mass, tune=tuned.Mass(*tune)), 5)
         return lambda q, views, lse: run([(q, view, lse, real) for view in views])
 
     floor = 8 * 131072 * (128 * 2 + 4 * 4) / read
@@ -113,7 +113,7 @@ def prefill(read: float) -> None:
     race("contiguous", copy, [(16,), (32,), (64,), (128,)], (view,), 1, 8 * shape.entries * 16 * 512 / read)
 
     def split(tile: int, block: int, warps: int, stages: int) -> Program:
-        tune = gpu_attend.Tuning(block, tile, warps=warps, stages=stages)
+        tune = tuned.Attend(block, tile, warps=warps, stages=stages)
         return lambda q, view: gpu_attend.attend(q, view, tune)
 
     grid = [(64, 64, 4, 5), (128, 64, 8, 5), (128, 64, 8, 7)]

@@ -16,34 +16,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from sejax.kernels import tuned
 from sejax.kernels.gpu_view import Facts, arrays, facts, load, logits2, place, queries, rows_of, span
 from sejax.kernels.launch import FAR, bound, dot, launch, pow2, store
+from sejax.kernels.tuned import Attend
 from sejax.types import Array, AttentionView
 
 LN2 = 0.6931471805599453
-
-
-class Tuning(NamedTuple):
-    """block: listed tokens a step; tile: query rows; longest: blocks of a piece at most; programs: at most, beyond they loop;
-    fill: programs that fill the card, into which few items are cut (128 items, nearly one a multiprocessor, stay whole)."""
-
-    block: int = 64
-    tile: int = 16
-    longest: int = 64
-    programs: int = 4096
-    warps: int = 2
-    stages: int = 5
-    fill: int = 255
-
-
-def tuning(size: int, itemsize: int, queries: int, pairs: int = 1) -> Tuning:
-    """Measured on one H200, by bytes of a token's key, query rows a kv head serves, and pairs of row and kv head."""
-    block = 64 if pow2(size) * itemsize <= 256 else 32
-    if queries <= 16:  # many short rows: more programs side by side win over deeper ones
-        return Tuning(block, stages=3 if pairs > 264 else 5)
-    if queries <= 64:
-        return Tuning(block, tile=64, warps=4)
-    return Tuning(block, tile=128, warps=8)
 
 
 class Cut(NamedTuple):
@@ -54,7 +33,7 @@ class Cut(NamedTuple):
     slots: int
 
 
-def cutting(f: Facts, tune: Tuning) -> Cut:
+def cutting(f: Facts, tune: Attend) -> Cut:
     """Pieces enough to fill the card, partials that stay under 2^17 query rows."""
     blocks = -(-f.tokens // f.block)
     room = max(1, 2**17 // (min(f.tile, f.new * f.group) * f.items))
@@ -179,14 +158,14 @@ def _merge(*refs_: Any, names: tuple[str, ...], f: Facts, cut: Cut) -> None:
     store(refs["out_lse"], r, t, h, g, value=merged, mask=real)
 
 
-def attend(q: Array, view: AttentionView, tune: Tuning | None = None) -> tuple[Array, Array]:
+def attend(q: Array, view: AttentionView, tune: Attend | None = None) -> tuple[Array, Array]:
     """Softmax attention of q [R,T,H,G,D] over what `view` lists: same contract as `kernels.attention.attend`.
 
     Returns out [R,T,H,G,Dv] in q's dtype and lse f32[R,T,H,G]; a query that sees nothing has out 0 and lse -inf.
     """
     q = view.q if view.q is not None else q
     rows, new, heads, group, size = q.shape
-    tune = tune or tuning(size, view.k.dtype.itemsize, new * group, rows * heads)
+    tune = tune or tuned.attend(pow2(size) * view.k.dtype.itemsize, new * group, rows * heads)
     f = facts(q, view, tune.tile, tune.block)
     cut = cutting(f, tune)
     named = arrays(q, view)

@@ -8,37 +8,20 @@ the matrix unit, whose pipeline a norm would break: theirs is a kernel of its ow
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from sejax.kernels import tuned
 from sejax.kernels.launch import bound, dot, launch, load, pow2, store
+from sejax.kernels.tuned import Product
 from sejax.types import Array
 
 MOST = 64  # rows: beyond, products are bound by arithmetic and the library's are better
 SMALL = 2**25  # weights: above, the library's products are better from 17 rows on
-
-
-class Tuning(NamedTuple):
-    """outs: outputs of a tile; depth: inputs a step; sums: multiply and add instead of the matrix unit (one row)."""
-
-    outs: int = 16
-    depth: int = 256
-    warps: int = 4
-    stages: int = 4
-    sums: bool = False
-
-
-def tuning(rows: int, outs: int, depth: int, gated: bool) -> Tuning:
-    """Measured on one H200: Qwen3-8B's four products at 1, 16 and 64 rows."""
-    if rows == 1:
-        return Tuning(1, min(4096, pow2(depth)), 4, 2, sums=True) if gated else Tuning(4, 1024, 4, 2, sums=True)
-    if rows <= 16:
-        return Tuning(32, 64, 2, 8) if gated else Tuning(16, 256, 2, 5)
-    return Tuning(64 if outs >= 6144 else 32, 128, 4, 4)
 
 
 def _grid(a: Array, b: Array) -> tuple[Array, Array]:
@@ -51,7 +34,7 @@ def _tile(ref: Any, row: Array, at: Array, mask: Array) -> Array:
     return load(ref, i, j, mask=mask, other=jnp.zeros((), ref.dtype))
 
 
-def _rows(*refs_: Any, names: tuple[str, ...], tune: Tuning, eps: float, gate: Callable[[Array], Array] | None) -> None:
+def _rows(*refs_: Any, names: tuple[str, ...], tune: Product, eps: float, gate: Callable[[Array], Array] | None) -> None:
     refs = dict(zip(names, refs_, strict=True))
     x, out = refs["x"], refs["out"]
     (rows, depth), outs = x.shape, out.shape[1]
@@ -108,12 +91,13 @@ def product(
     gate: Callable[[Array], Array] | None = None,
     residual: Array | None = None,
     dtype: Any = None,
-    tune: Tuning | None = None,
+    tune: Product | None = None,
 ) -> Array:
     """See `kernels.linear.product`."""
     rows = len(x)
     outs = len(w) // (2 if gate else 1)
-    tune = tune or tuning(rows, outs, x.shape[1], gate is not None)
+    tune = tune or tuned.product(rows, outs, gate is not None)
+    tune = tune._replace(depth=min(tune.depth, max(16, pow2(x.shape[1]))))
     if norm is not None and (gate or not tune.sums):
         x, norm = rms_norm(x, norm, eps), None
     named = {"x": x, "w": w, "bias": bias, "norm": norm, "residual": residual}

@@ -7,26 +7,18 @@ one block of keys instead. Products are taken keys first: the sum over queries t
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from sejax.kernels import tuned
 from sejax.kernels.gpu_view import LOG2E, Facts, arrays, facts, load, logits2, place, queries, rows_of, span
 from sejax.kernels.launch import bound, launch, pow2, store
+from sejax.kernels.tuned import Mass
 from sejax.types import Array, AttentionView
-
-
-class Tuning(NamedTuple):
-    """block: keys of a step; steps: key blocks of a program; lanes: query rows (groups x new tokens) of one product."""
-
-    block: int = 64
-    steps: int = 16
-    lanes: int = 256
-    warps: int = 8
-    stages: int = 3
 
 
 def _mass(*refs_: Any, names: tuple[str, ...], f: Facts, steps: int, groups: int) -> None:
@@ -72,17 +64,17 @@ def _mass(*refs_: Any, names: tuple[str, ...], f: Facts, steps: int, groups: int
     lax.fori_loop(0, steps, step, jnp.int32(0))
 
 
-def mass(q: Array, view: AttentionView, lse: Array, real: Array, tune: Tuning | None = None) -> Array:
+def mass(q: Array, view: AttentionView, lse: Array, real: Array, tune: Mass | None = None) -> Array:
     """Probability each listed token receives, relative to `lse`, summed over the queries that are `real`.
 
     q [R,T,H,G,D], lse f32[R,T,H,G], real bool[R,T] -> f32[R,H,G,C], C = M * run; same contract as `kernels.attention.mass`.
     """
     q = view.q if view.q is not None else q
-    rows, new, heads, group, _ = q.shape
+    rows, new, heads, group, size = q.shape
     lse = jnp.where(real[:, :, None, None] & (lse > -jnp.inf), lse, jnp.inf)
     listed = view.ids.shape[-1] * view.run
     tile = min(64, pow2(new))
-    tune = tune or (Tuning() if new <= tile and q.dtype.itemsize == 2 else Tuning(steps=1, lanes=128, stages=1))
+    tune = tune or tuned.mass(pow2(size), q.dtype.itemsize, new)
     groups = max(1, 16 // tile, min(pow2(group), tune.lanes // tile))
     f = facts(q, view, tile, min(tune.block, max(16, pow2(listed))))
     steps = min(tune.steps, -(-listed // f.block))

@@ -14,7 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from sejax.kernels import tuned
 from sejax.kernels.launch import bound, dot, launch, load, pow2, store
+from sejax.kernels.tuned import Scores
 from sejax.types import Array
 
 WIDE = 8192  # entries one program selects from: what its registers hold
@@ -56,21 +58,20 @@ def _scores(q_ref: Any, low: Any, high: Any, ids: Any, count: Any, out: Any, *, 
     lax.fori_loop(0, steps, step, jnp.int32(0))
 
 
-def page_scores(
-    q: Array, low: Array, high: Array, ids: Array, count: Array, *, block: int = 64, steps: int = 2, warps: int = 2, stages: int = 3
-) -> Array:
+def page_scores(q: Array, low: Array, high: Array, ids: Array, count: Array, tune: Scores | None = None) -> Array:
     """Upper bound of any logit in each page, unscaled, the largest over a kv head's queries; see `kernels.pages`.
 
     q [R,H,G,D]; low, high [N,H,D]; ids i32[R,M] pages; count i32[R,H] pages to score -> f32[R,H,M], -inf beyond.
     """
     rows, heads = q.shape[:2]
     width = ids.shape[1]
-    block = min(block, max(16, pow2(width)))
-    steps = min(steps, -(-width // block))
+    tune = tune or tuned.scores(pow2(q.shape[3]) * q.dtype.itemsize)
+    block = min(tune.block, max(16, pow2(width)))
+    steps = min(tune.steps, -(-width // block))
     grid = (rows * heads * -(-width // (block * steps)),)
     kernel = bound(_scores, block=block, steps=steps)
     shape = jax.ShapeDtypeStruct((rows, heads, width), jnp.float32)
-    return launch(kernel, grid, [shape], [q, low, high, ids, count], name="page_scores", warps=warps, stages=stages)[0]
+    return launch(kernel, grid, [shape], [q, low, high, ids, count], name="page_scores", warps=tune.warps, stages=tune.stages)[0]
 
 
 def _threshold(key: Array, want: Array) -> Array:

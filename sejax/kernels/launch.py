@@ -35,6 +35,15 @@ def on_gpu() -> bool:
     return plgpu.is_gpu_device() if PALLAS else jax.default_backend() == "gpu"
 
 
+def device() -> tuple[str, str]:
+    """Kind and compute capability of the card that programs traced now are for, what is not known empty; both on a CPU."""
+    abstract = jax.sharding.get_abstract_mesh().abstract_device
+    if abstract is not None:
+        return abstract.device_kind, ""
+    card = jax.devices()[0]
+    return (card.device_kind, str(card.compute_capability)) if card.platform == "gpu" else ("", "")
+
+
 @functools.lru_cache(maxsize=2048)
 def bound(kernel: Callable[..., None], **static: Any) -> Callable[..., None]:
     """A kernel with its static arguments: the same object for the same ones, so that layers share what JAX traced and lowered of it."""

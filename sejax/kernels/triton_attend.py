@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from sejax.kernels.gpu_attend import Tuning, cutting, tuning
+from sejax.kernels import tuned
+from sejax.kernels.gpu_attend import cutting
 from sejax.kernels.gpu_view import arrays, facts
 from sejax.kernels.launch import pow2
+from sejax.kernels.tuned import Attend
 from sejax.types import Array, AttentionView
 
 TOGETHER = 32  # partials merged in one step
@@ -66,7 +68,7 @@ def start(
     return jax_triton.triton_call(*args, kernel=getattr(triton_kernels, kernel), out_shape=list(outs), grid=grid, **options, **constants)
 
 
-def attend(q: Array, view: AttentionView, tune: Tuning | None = None) -> tuple[Array, Array]:
+def attend(q: Array, view: AttentionView, tune: Attend | None = None) -> tuple[Array, Array]:
     """Softmax attention of q [R,T,H,G,D] over what `view` lists: same contract as `kernels.attention.attend`.
 
     Returns out [R,T,H,G,Dv] in q's dtype and lse f32[R,T,H,G]; a query that sees nothing has out 0 and lse -inf.
@@ -74,7 +76,7 @@ def attend(q: Array, view: AttentionView, tune: Tuning | None = None) -> tuple[A
     """
     q = view.q if view.q is not None else q
     rows, new, heads, group, size = q.shape
-    tune = tune or tuning(size, view.k.dtype.itemsize, new * group, rows * heads)
+    tune = tune or tuned.attend(pow2(size) * view.k.dtype.itemsize, new * group, rows * heads)
     f = facts(q, view, tune.tile, tune.block)
     cut = cutting(f, tune)
     named = arrays(q, view)

@@ -16,8 +16,8 @@ import numpy as np
 from triton.runtime import interpreter
 
 from sejax.kernels import attention, triton_attend, triton_kernels
-from sejax.kernels.gpu_attend import Tuning
 from sejax.kernels.shapes import SMALL, Listing, listing
+from sejax.kernels.tuned import Attend
 
 NAMES = {"float32": "fp32", "int32": "i32", "float8_e4m3fn": "fp8e4nv"}  # not bfloat16: the interpreter cannot multiply it
 whole = interpreter._patch_lang_tensor
@@ -39,7 +39,7 @@ def start(kernel: str, grid: tuple[int, ...], outs: Any, args: Any, *, warps: in
 
 def check(shape: Listing) -> None:
     q, view, count = listing(shape._replace(dtype="float32"), 0)
-    out, lse = triton_attend.attend(q, view, Tuning(block=16, programs=5))
+    out, lse = triton_attend.attend(q, view, Attend(block=16, programs=5))
     view = view.replace(k=view.k.astype(jnp.float32), v=view.v.astype(jnp.float32))
     want, want_lse = getattr(attention.attend, "reference", attention.attend)(q, view)
     real = np.asarray(jnp.arange(shape.new) < count[:, None])

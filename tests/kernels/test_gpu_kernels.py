@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sejax.kernels import attention, gpu_attend, gpu_mass, gpu_pages, gpu_prefill, pages
+from sejax.kernels import attention, gpu_attend, gpu_mass, gpu_pages, gpu_prefill, pages, tuned
 from sejax.kernels.launch import on_gpu
 from sejax.kernels.shapes import CARD, DECODE, SMALL, Listing, listing
 
-TINY = gpu_attend.Tuning(block=16, programs=5)
+TINY = tuned.Attend(block=16, programs=5)
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ def reference(function, q, view, *rest):
         return getattr(function, "reference", function)(q.astype(jnp.float32), view, *rest)
 
 
-def check(shape: Listing, seed: int, tune: gpu_attend.Tuning | None, attend=gpu_attend.attend) -> None:
+def check(shape: Listing, seed: int, tune: tuned.Attend | None, attend=gpu_attend.attend) -> None:
     q, view, count = listing(shape, seed)
     close = 2e-5 if shape.dtype == "float32" else 1e-2
     real = jnp.arange(shape.new) < count[:, None]
@@ -51,7 +51,7 @@ def check(shape: Listing, seed: int, tune: gpu_attend.Tuning | None, attend=gpu_
     lse, want_lse = (jnp.where(real[:, :, None, None], x, 0) for x in (lse, want_lse))
     assert apart(out, want) < close
     assert apart(lse, want_lse) < close
-    got = gpu_mass.mass(q, view, want_lse, real, None if on_gpu() else gpu_mass.Tuning(block=16, steps=2, lanes=16))
+    got = gpu_mass.mass(q, view, want_lse, real, None if on_gpu() else tuned.Mass(block=16, steps=2, lanes=16))
     assert apart(got, reference(attention.mass, q, view, want_lse, real)) < close
 
 
@@ -107,7 +107,7 @@ def bounds(rows: int, heads: int, group: int, size: int, width: int, seed: int, 
 @pytest.mark.parametrize("size, group, width", [(64, 4, 41), (96, 1, 16), (128, 8, 3)])
 def test_page_scores(size, group, width):
     given = bounds(3, 2, group, size, width, seed=size)
-    got = gpu_pages.page_scores(*given, block=16, steps=2)
+    got = gpu_pages.page_scores(*given, tune=tuned.Scores(16))
     want = getattr(pages.page_scores, "reference", pages.page_scores)(*given)
     assert apart(got, want) < 1e-5
 
@@ -190,7 +190,7 @@ def test_lowers_for_cuda(name):
     lse = jax.ShapeDtypeStruct(q.shape[:-1], jnp.float32)
     real = jax.ShapeDtypeStruct(q.shape[:2], jnp.bool_)
     for fill in (264, 1):  # several pieces, if the shape has them, and one
-        run = functools.partial(gpu_attend.attend, tune=gpu_attend.Tuning(fill=fill))
+        run = functools.partial(gpu_attend.attend, tune=tuned.Attend(fill=fill))
         assert lowered(run, q, view).count("xla.gpu.triton") in (1, 2)
     assert lowered(gpu_mass.mass, q, view, lse, real).count("xla.gpu.triton") == 1
     length = jax.ShapeDtypeStruct((q.shape[0], q.shape[2]), jnp.int32)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sejax.kernels import gpu_heads, gpu_linear, gpu_rows, heads, linear, rows
+from sejax.kernels import gpu_heads, gpu_linear, gpu_rows, heads, linear, rows, tuned
 from sejax.models.decoder import _ACTIVATIONS
 from tests.kernels.test_gpu_kernels import abstract, lowered
 
@@ -41,12 +41,12 @@ def check_product(count: int, outs: int, depth: int, gate, tune=None, dtype=jnp.
 @pytest.mark.parametrize("outs, depth", [(32, 128), (40, 100)])
 @pytest.mark.parametrize("gate", [None, jax.nn.silu])
 def test_product(count, sums, outs, depth, gate):
-    check_product(count, outs, depth, gate, gpu_linear.Tuning(16, 64, sums=sums))
+    check_product(count, outs, depth, gate, tuned.Product(16, 64, sums=sums))
 
 
 @pytest.mark.parametrize("gate", _ACTIVATIONS.values())
 def test_every_gate(gate):
-    check_product(2, 16, 64, gate, gpu_linear.Tuning(16, 64))
+    check_product(2, 16, 64, gate, tuned.Product(16, 64))
 
 
 @pytest.mark.parametrize("size", [64, 100])

@@ -82,10 +82,10 @@ def test_interpreted(name):
     assert process([script, name], TRITON_INTERPRET="1", JAX_PLATFORMS="cpu").split() == [name, "equal"]
 
 
-@pytest.mark.parametrize("name", [*SMALL, *CARD])
-def test_compiles_for_an_h200(name, monkeypatch):
+def compiled(monkeypatch, capability: int = 90) -> list[tuple[str, bool, int]]:
+    """What triton_attend starts from now on is compiled instead: kernel, whether it has matrix products, bytes of shared memory."""
     triton = pytest.importorskip("triton")
-    target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
+    target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", capability, 32)
     seen = []
 
     def start(kernel, grid, outs, args, *, warps, stages, **constants):
@@ -100,6 +100,12 @@ def test_compiles_for_an_h200(name, monkeypatch):
         return [jnp.zeros(x.shape, x.dtype) for x in outs]
 
     monkeypatch.setattr(triton_attend, "start", start)
+    return seen
+
+
+@pytest.mark.parametrize("name", [*SMALL, *CARD])
+def test_compiles_for_an_h200(name, monkeypatch):
+    seen = compiled(monkeypatch)
     shape = SMALL[name] if name in SMALL else CARD[name]._replace(rows=2, entries=4)
     q, view, _ = listing(shape, 0)
     triton_attend.attend(q, view)
