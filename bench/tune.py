@@ -1,6 +1,7 @@
 """Sweep a kernel's block sizes on the card and print the fastest: `python -m bench.tune [decode|scores|select|mass ...]`.
 
-Programs are compiled in threads, then timed one after another. What wins goes into `sejax/kernels/tuned.py` by hand.
+Programs are compiled in threads, then timed one after another. What wins goes by hand into `sejax/kernels/tuned.py`,
+select's and the copy's into `gpu_pages.py` and `gpu_prefill.py`.
 """
 
 from __future__ import annotations

@@ -159,9 +159,10 @@ class Layer:
         return State(pages, own | {"n": own["n"].at[rows.slot].set(n, mode="drop")})
 
     def keys_of(self, keep: Array, pages: dict[str, Any], *parts: Part) -> tuple[Array | None, dict[str, Any]]:
-        """Keys of the ranks that `keep` i32[R,H,B] names over the parts' rows, for the selection's index; `pages`, to be rewritten now.
+        """Keys [R,H,B,D] of the ranks that `keep` i32[R,H,B] names over the parts' rows, for the selection's index (None without one).
 
-        Without the barrier XLA may read the keys again where the index takes them, after the rewriting, and copy the pool for it.
+        `pages`, which are to be rewritten, come back ordered behind this read. Without that XLA may read the keys again where the index
+        takes them, after the rewriting, and copy the pool for it.
         """
         if not self.selection:
             return None, pages

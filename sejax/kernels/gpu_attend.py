@@ -165,7 +165,7 @@ def attend(q: Array, view: AttentionView, tune: Attend | None = None) -> tuple[A
     """
     q = view.q if view.q is not None else q
     rows, new, heads, group, size = q.shape
-    tune = tune or tuned.attend(pow2(size) * view.k.dtype.itemsize, new * group, rows * heads)
+    tune = tune or tuned.attend(size, view.k.dtype.itemsize, new * group, rows * heads)
     f = facts(q, view, tune.tile, tune.block)
     cut = cutting(f, tune)
     named = arrays(q, view)

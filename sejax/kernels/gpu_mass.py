@@ -74,7 +74,7 @@ def mass(q: Array, view: AttentionView, lse: Array, real: Array, tune: Mass | No
     lse = jnp.where(real[:, :, None, None] & (lse > -jnp.inf), lse, jnp.inf)
     listed = view.ids.shape[-1] * view.run
     tile = min(64, pow2(new))
-    tune = tune or tuned.mass(pow2(size), q.dtype.itemsize, new)
+    tune = tune or tuned.mass(size, q.dtype.itemsize, new)
     groups = max(1, 16 // tile, min(pow2(group), tune.lanes // tile))
     f = facts(q, view, tile, min(tune.block, max(16, pow2(listed))))
     steps = min(tune.steps, -(-listed // f.block))

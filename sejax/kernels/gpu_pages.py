@@ -65,7 +65,7 @@ def page_scores(q: Array, low: Array, high: Array, ids: Array, count: Array, tun
     """
     rows, heads = q.shape[:2]
     width = ids.shape[1]
-    tune = tune or tuned.scores(pow2(q.shape[3]) * q.dtype.itemsize)
+    tune = tune or tuned.scores(q.shape[3], q.dtype.itemsize)
     block = min(tune.block, max(16, pow2(width)))
     steps = min(tune.steps, -(-width // block))
     grid = (rows * heads * -(-width // (block * steps)),)

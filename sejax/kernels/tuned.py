@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from sejax.kernels.launch import device
+from sejax.kernels.launch import device, pow2
 
 ANY = math.inf
 
@@ -134,14 +134,14 @@ def _first[Sizes](rows: Rows[Sizes], *shape: float) -> Sizes:
     return next(sizes for bounds, sizes in rows if all(x <= most for x, most in zip(shape, bounds, strict=True)))
 
 
-def attend(key: int, queries: int, pairs: int) -> Attend:
-    """By bytes of a token's key (padded), query rows a kv head serves, pairs of row and kv head."""
-    return _first(blocks().attend, key, queries, pairs)
+def attend(size: int, itemsize: int, queries: int, pairs: int) -> Attend:
+    """By bytes of a token's key (head size, padded, times itemsize), query rows a kv head serves, pairs of row and kv head."""
+    return _first(blocks().attend, pow2(size) * itemsize, queries, pairs)
 
 
 def mass(size: int, itemsize: int, new: int) -> Mass:
     """By head size (padded), bytes of a query's number, new tokens a row."""
-    return _first(blocks().mass, size, itemsize, new)
+    return _first(blocks().mass, pow2(size), itemsize, new)
 
 
 def product(rows: int, outs: int, gated: bool) -> Product:
@@ -149,6 +149,6 @@ def product(rows: int, outs: int, gated: bool) -> Product:
     return _first(blocks().product, rows, outs, gated)
 
 
-def scores(key: int) -> Scores:
-    """By bytes of a head's query (padded), as which bounds are multiplied."""
-    return _first(blocks().scores, key)
+def scores(size: int, itemsize: int) -> Scores:
+    """By bytes of a head's query (head size, padded, times itemsize), as which bounds are multiplied."""
+    return _first(blocks().scores, pow2(size) * itemsize)
